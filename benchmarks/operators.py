@@ -1,6 +1,6 @@
 """Compare the datasheet's operators with published measurements, on devices that both cover.
 
-    python -m benchmarks.operators [--fit] [--json results/operators.json]
+    python -m benchmarks.operators [--fit]
 
 Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree. The measured latencies are vLLM's
 in the wheel of aiconfigurator-core 0.12, in half precision and in eight bits. `--fit` prints efficiencies for
@@ -11,15 +11,14 @@ logarithmic scale.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
 
+from benchmarks.lib.results import record
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xgpt.resolve import load_cluster, load_model
@@ -151,9 +150,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--cluster", action="append", choices=CLUSTERS)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    document = {}
+    lines = ["| device | operator | points | median error | 90th percentile of errors | bias |", ""]
     for name, dtype in product(options.cluster or CLUSTERS, DTYPES):
         cluster = load_cluster(name)
         device = cluster.device
@@ -171,20 +169,14 @@ def main() -> None:
                 print(f"  {field}: {value:.3g}" if isinstance(value, float) else f"  {field}: {value}")
         kernels = with_efficiency(cluster, efficiency, dtype)
         label = f"{device.name} {dtype}"
-        document[label] = {}
         for kind, kind_points in found.items():
             error = errors(kernels, kind_points)
             median, p90 = (float(100 * np.quantile(np.abs(error), q)) for q in (0.5, 0.9))
             bias = float(100 * np.median(error))
-            document[label][kind] = {"points": len(kind_points), "median": median, "p90": p90, "bias": bias}
-            print(
-                f"{label:26} {kind:18} {len(kind_points):5} points, error: median {median:5.1f}%,"
-                f" 90% below {p90:5.1f}%, bias {bias:+5.1f}%",
-                flush=True,
-            )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            lines.append(f"| {label} | {kind} | {len(kind_points)} | {median:.1f}% | {p90:.1f}% | {bias:+.1f}% |")
+    record(
+        "fidelity/operators", "Datasheet profiles differ from measured times of single operators by this much.", lines
+    )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ library (minutes on two cores). It is stored for the next run, and also every KE
 continues. On unseen text, the benchmark computes perplexity, the divergence of the next-token distribution from
 float32's, how often the likeliest token is the same, and the cosine between each layer's output and its output in
 float32, for the layer with the lowest cosine. It does the same for a small random checkpoint of every family on random
-tokens. Writes results/quantisation.json.
+tokens.
 """
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.lib.results import record
 from xgpt.checkpoints.files import read_spec
-from xgpt.core.io import cache_dir, write_atomic
+from xgpt.core.io import cache_dir
 from xgpt.core.schema import RunDType
 from xrunner.attention import Sequences, make_batch
 from xrunner.build import WorkerSettings, build_worker
@@ -57,13 +57,19 @@ def main(steps: int) -> None:
     windows = test[: NUM_WINDOWS * CONTEXT].reshape(NUM_WINDOWS, CONTEXT)
     rows = [{"model": "trained"} | row for row in compare(checkpoint, windows)] + list(families())
     columns = "model", "precision", "perplexity", "over float32", "KL, nats", "same likeliest token", "cosine", "least"
-    click.echo(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in rows:
-        click.echo(
-            f"| {row['model']} | {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | "
-            f"{row['kl']:.6f} | {100 * row['same_token']:.2f}% | {row['cosine']:.6f} | {row['least_cosine']:.6f} |"
-        )
-    write_atomic(Path("results/quantisation.json"), json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
+    lines = [f"| {' | '.join(columns)} |", ""]
+    lines += [
+        f"| {row['model']} | {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | "
+        f"{row['kl']:.6f} | {100 * row['same_token']:.2f}% | {row['cosine']:.6f} | {row['least_cosine']:.6f} |"
+        for row in rows
+    ]
+    int8 = next(row for row in rows if row["precision"] == "int8")
+    record(
+        "engine/bits",
+        "In int8, the trained model's perplexity changes by {change}.",
+        lines,
+        change=f"{int8['over_float32']:+.2%}",
+    )
 
 
 def families() -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
     python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead
-    python -m benchmarks.slack --crossover
     python -m benchmarks.slack --classes
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
@@ -12,8 +11,7 @@ The gain of slack is measured on 50,000 other requests, which no search has seen
 of them. These fixed budgets are the planner's own, those planned under a tighter TPOT, and each of them multiplied by
 the factors in `SWEEP`. With --json, an interrupted run continues.
 
---overhead times the rule's decision with 256 running requests. --crossover finds the cost of mixed steps at which
-separate steps (rra) have the same throughput at saturation, in closed form and in simulation. --classes sends half of a
+--overhead times the rule's decision with 256 running requests. --classes sends half of a
 plan's capacity as interactive requests (priority 1, share 8), and the whole capacity as batch requests
 (priority 0, share 1).
 """
@@ -24,7 +22,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +30,7 @@ import click
 import numpy as np
 
 from benchmarks.lib.ceiling import ceiling
+from benchmarks.lib.results import record
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import dump_json
@@ -43,14 +41,12 @@ from xgpt.core.workload import gamma_arrivals, sample
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
-from xgpt.resolve import load_engine
 from xprofiler.store import profile_of
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.tuning import TIGHTER
 from xscheduler.problem import Problem
-from xscheduler.schedule import Scheduler
-from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.capacity import CapacitySearch
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import accounts_of, clock_of
@@ -124,7 +120,6 @@ class Row:
 @click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="Trace to use as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 @click.option("--overhead", is_flag=True)
-@click.option("--crossover", is_flag=True)
 @click.option("--classes", is_flag=True)
 def main(
     quick: bool,
@@ -133,38 +128,45 @@ def main(
     traces: tuple[str, ...],
     path: Path | None,
     overhead: bool,
-    crossover: bool,
     classes: bool,
 ) -> None:
-    for is_wanted, lines in ((overhead, decisions), (crossover, crossovers), (classes, two_classes)):
-        if is_wanted:
-            for text in lines():
-                click.echo(text)
-    if overhead or crossover or classes:
+    if overhead:
+        for text in decisions():
+            click.echo(text)
+    if classes:
+        rows = [*two_classes()]
+        kept = [row.split("|")[4].strip() for row in rows[2:]]
+        record(
+            "slack/classes",
+            "Beside twice as many batch requests, {fixed} of interactive requests keep their bounds under a fixed "
+            "budget, and {slack} under slack.",
+            rows,
+            fixed=kept[0],
+            slack=kept[2],
+        )
+    if overhead or classes:
         return
     chosen = {name: LOADS[name] for name in loads.split(",") if name}
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
-    rows: list[Row] = []
-    click.echo(
-        "| model | load | TTFT, TPOT | fixed budget | slack | gain | bound on any gain | draw of the search: "
-        "fixed budget | "
-        "in time | slack | s |"
-    )
-    click.echo("|---|---|---|---|---|---|---|---|---|---|---|")
+    measured: list[Row] = []
     known = [Row(**row) for row in json.loads(path.read_text())] if path is not None and path.exists() else []
     for states in cases(models.split(","), chosen, known, quick=quick):
         for row in states:
-            rows = [one for one in rows if one.case != row.case] + [row]
+            measured = [one for one in measured if one.case != row.case] + [row]
             if path is not None:
-                later = [one for one in known if one.case not in {row.case for row in rows}]
-                path.write_text(json.dumps([asdict(one) for one in (*rows, *later)], indent=1) + "\n")
-        click.echo(line(rows[-1]))
-    gains = [row.gain for row in rows if row.gain is not None]
-    click.echo(f"gain of slack: median {median(gains):+.1%}, least {min(gains):+.1%}, most {max(gains):+.1%}")
-    most = [row.most_gain for row in rows if row.most_gain is not None]
-    click.echo(f"any rule's at most: median {median(most):+.1%}; under 20% in {sum(gain < 0.2 for gain in most)}")
-    click.echo(
-        f"planned in {median(row.seconds for row in rows):.1f} s, at most {max(row.seconds for row in rows):.1f}"
+                later = [one for one in known if one.case not in {row.case for row in measured}]
+                path.write_text(json.dumps([asdict(one) for one in (*measured, *later)], indent=1) + "\n")
+    gains = [row.gain for row in measured if row.gain is not None and row.load != "agent"]
+    record(
+        "slack/gain",
+        "Slack serves {median} more than the best fixed budget in the median of {count} cases ({least} to {most}), "
+        "without the agent load, and is planned in {seconds} s.",
+        [HEADER, RULE, *map(line, measured)],
+        median=f"{median(gains):.1%}",
+        count=len(gains),
+        least=f"{min(gains):+.1%}",
+        most=f"{max(gains):+.1%}",
+        seconds=f"{median(row.seconds for row in measured):.0f}",
     )
 
 
@@ -283,6 +285,13 @@ def fixed_budgets(subject: Problem) -> list[Plan]:
     return found
 
 
+HEADER = (
+    "| model | load | bounds on TTFT, TPOT | fixed budget | slack | gain | bound on any gain | short draw: fixed "
+    "budget | in time | slack |"
+)
+RULE = "|---|---|---|---|---|---|---|---|---|---|"
+
+
 def line(row: Row) -> str:
     def texts(*rates: float | None) -> str:
         return " | ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
@@ -291,7 +300,7 @@ def line(row: Row) -> str:
     seen = texts(row.fixed, row.fixed_in_time, row.slack)
     gains = " | ".join(f"{gain:+.1%}" if gain is not None else "-" for gain in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
-    return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} | {row.seconds:g} |"
+    return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} |"
 
 
 def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
@@ -391,40 +400,6 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
         served = sum(end[i] <= until for i in ids) / ((until - arrivals_ns[ids[0]]) / 1e9)
         waited = max(begun[i] - arrivals_ns[i] for i in ids) / 1e9
         yield f"| {name} | {kind} | {share * rate:.1f} | {kept / len(ids):.1%} | {served:.1f} | {waited:.1f} |"
-
-
-MIXING = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-CROSSOVERS = (("llama-3.1-8b", 1, "azure-conv"), ("llama-3.1-8b", 1, "chat-long"), ("llama-3.1-70b", 4, "chat-long"))
-
-
-def crossovers() -> Iterator[str]:
-    """Yield the cost of mixed steps above which separate steps serve more, in closed form and in simulation."""
-    yield (
-        "| model | load | lengthening: closed form | simulated | throughput of rra / chunked: closed form | simulated |"
-    )
-    yield "|---|---|---|---|---|---|"
-    for model, devices, workload in CROSSOVERS:
-        asked = plan_request(model=model, cluster="h100x8", devices=devices, workload=workload, objective="saturated")
-        subject, engine = resolve(asked), load_engine("vllm-0.15")
-        closed, simulated = [], []
-        for mixing in MIXING:
-            search = Scheduler(replace(subject, engine=engine.model_copy(update={"mixing": mixing})))
-            exclusive, mixed = (search.best((kind,)) for kind in ("rra", "chunked"))
-            closed.append(exclusive.estimate.throughput_rps / mixed.estimate.throughput_rps)
-            served = [Trial(plan, subject.profile).saturated() for plan in (exclusive, mixed)]
-            simulated.append(served[0] / served[1])
-        texts = ["never" if (at := _crossing(gains)) is None else f"{100 * at:.0f}%" for gains in (closed, simulated)]
-        yield f"| {model} | {workload} | {' | '.join(texts)} | {closed[0]:.3f} | {simulated[0]:.3f} |"
-
-
-def _crossing(ratios: list[float]) -> float | None:
-    """Return where the ratio first reaches 1, interpolated between two points."""
-    if ratios[0] >= 1:
-        return 0.0
-    for (low, before), (high, after) in pairwise(zip(MIXING, ratios, strict=True)):
-        if after >= 1:
-            return low + (high - low) * (1 - before) / (after - before)
-    return None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Queries of one sequence that read the same K/V head are divided into spans (`prompts`). A free thread takes the next
 span. A span's time is proportional to its context. If too few heads share a K/V head to fill a tile, the queries of
-decodes are computed one at a time (`decodes`; see benchmarks/attention.py).
+decodes are computed one at a time (`decodes`).
 """
 
 from __future__ import annotations

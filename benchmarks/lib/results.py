@@ -1,0 +1,106 @@
+"""Keep the tables of measurements in benchmarks/results, from which `make results` writes them into their pages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from xgpt.core.io import write_atomic
+from xgpt.core.machine import detect
+
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "results"
+
+
+class Result(BaseModel):
+    """One claim, the table that shows it, and the command that measures it again.
+
+    Attributes:
+        claim: one sentence; {NAME} stands for a figure.
+        figures: the figures of the claim, computed from the table's rows.
+        machine: what the command ran on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    claim: str
+    figures: dict[str, str] = {}
+    command: str
+    date: date
+    machine: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the Markdown of the claim, the table and its origin."""
+        yield self.claim.format(**self.figures)
+        yield from ("", f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}")
+        yield from (f"| {' | '.join(row)} |" for row in self.rows)
+        yield from ("", f"`{self.command}`, {self.date:%Y-%m-%d}, {self.machine}.")
+
+
+def stored(page: str) -> dict[str, Result]:
+    """Return the results of a page by name."""
+    path = STORED / f"{page}.json"
+    return {name: Result(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def record(name: str, claim: str, table: Iterable[str], **figures: object) -> None:
+    """Print a table, store it as PAGE/NAME, and write it into its page.
+
+    Args:
+        table: its Markdown lines.
+        figures: what {NAME} in the claim stands for.
+    """
+    page, _, key = name.partition("/")
+    columns, _, *rows = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table)
+    result = Result(
+        claim=claim,
+        figures={name: str(figure) for name, figure in figures.items()},
+        command=_command(),
+        date=date.today(),
+        machine=detect().device.name,
+        columns=columns,
+        rows=rows,
+    )
+    print("\n".join(result.lines()), flush=True)
+    keep(page, stored(page) | {key: result})
+    write(page)
+
+
+def keep(page: str, results: Mapping[str, Result]) -> None:
+    """Store all results of a page."""
+    document = {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in results.items()}
+    write_atomic(STORED / f"{page}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def write(page: str) -> None:
+    """Write the stored results into their places on a page."""
+    path = PAGES / f"{page}.md"
+    write_atomic(path, filled(path.read_text(encoding="utf-8"), stored(page)))
+
+
+def filled(text: str, results: Mapping[str, Result]) -> str:
+    """Return a page with its results.
+
+    Raises:
+        KeyError: the page has a place for a result that is not stored.
+    """
+    before, *places = text.split("<!-- result: ")
+    for place in places:
+        name, _, rest = place.partition(" -->")
+        before += "\n".join([f"<!-- result: {name} -->", *results[name].lines(), "<!-- end -->"])
+        before += rest.partition("<!-- end -->")[2]
+    return before
+
+
+def _command() -> str:
+    module = sys.modules["__main__"].__spec__
+    name = (module.name if module else "").removesuffix(".__main__")
+    return " ".join(["python -m", name, *sys.argv[1:]])

@@ -1,0 +1,27 @@
+"""Each page of results has the tables that are stored, and the command of each table runs."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.lib.results import PAGES, STORED, filled, stored
+
+NAMES = sorted(path.stem for path in STORED.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_has_what_is_stored(name: str) -> None:
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert filled(text, stored(name)) == text
+    assert text.count("<!-- result: ") == len(stored(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_of_tables_are_there(name: str) -> None:
+    for one in stored(name).values():
+        words = shlex.split(one.command)
+        if words[:2] == ["python", "-m"]:
+            assert find_spec(words[2]) is not None, one.command
