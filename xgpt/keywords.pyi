@@ -214,10 +214,6 @@ class Endpoint(TypedDict, total=False):
     """PEM certificate. If given, the server uses HTTPS (TLS 1.2 or newer)."""
     ssl_keyfile: str | PathLike[str] | None
     """The certificate's private key, if it is in a separate file."""
-    front: Literal["endpoint", "smg"] | None
-    """The HTTP server. endpoint: xgpt's own. smg: the Shepherd Model Gateway, with the engine in a separate process."""
-    admin_port: int | None
-    """With `front=smg`: port of the live page, the plan and the metrics. 0 means any free port."""
 
 class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None

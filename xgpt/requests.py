@@ -544,10 +544,6 @@ class Endpoint(RequestBase):
     """PEM certificate. If given, the server uses HTTPS (TLS 1.2 or newer)."""
     ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """The certificate's private key, if it is in a separate file."""
-    front: Literal["endpoint", "smg"] = "endpoint"
-    """The HTTP server. endpoint: xgpt's own. smg: the Shepherd Model Gateway, with the engine in a separate process."""
-    admin_port: Port = 0
-    """With `front=smg`: port of the live page, the plan and the metrics. 0 means any free port."""
 
 
 class RequestLimits(RequestBase):

@@ -156,7 +156,6 @@ POINTS = {
         "a process that hangs",
         "an idle vLLM that was stopped was never noticed, a busy one after two minutes",
         (
-            "tests/load/test_gateway.py::test_a_gateway_that_ends_or_hangs_is_started_anew",
             "tests/unit/xrunner/server/test_watch.py::test_a_planner_that_ends_or_hangs_is_replaced",
             "tests/unit/xrunner/vllm/test_engine.py::test_a_vllm_that_is_stopped_is_noticed",
             "tests/unit/xrunner/server/test_chat.py::test_a_process_that_renders_and_is_stopped_or_killed_is_replaced",

@@ -39,7 +39,6 @@ NOT_RUN = {
     r"python -m benchmarks\.": "minutes to hours; `test_benchmarks_accept_the_options` checks its options",
     r"export RAY_|ray start|xgpt serve plan.json --ray": "needs Ray: tests/numerics/test_on_ray.py",
     r"xgpt serve .*--nnodes": "needs two machines: tests/unit/xgpt/test_several_machines.py",
-    r"xgpt serve .*--front smg": "needs the gateway: tests/load/test_gateway.py",
     r"export XGPT_VLLM_PYTHON|xgpt \w+ .*(--engine vllm -o|vllm\.json)": "needs vLLM: tests/vllm",
     r".*--import-from aiconfigurator": "needs the tables: tests/unit/xprofiler/test_imported.py",
     r"xgpt (profile|plan|bench) .*\b(tiny-moe\.yaml|p\.json)": "a model that only the text describes",

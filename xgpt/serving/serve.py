@@ -1,4 +1,4 @@
-"""Serve a plan behind xgpt's endpoint or a gateway."""
+"""Serve a plan behind xgpt's endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_xgpt_runs, located, missing
-from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.running import running
 from xprofiler.others import differences
 from xprofiler.store import profile_of
@@ -175,10 +174,6 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     limits, machines = request.limits(plan), None
     if request.engine == "vllm":
         plan, machines = share_of(plan, request)
-    if request.front == "smg":
-        check_gateway(plan, request)
-    elif request.admin_port:
-        raise InputError("admin_port", request.admin_port, "it needs `front=smg`")
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "it needs a plan that predicts throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
@@ -202,8 +197,6 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     with _no_end_by_hangup():
         if machines is not None and machines.rank:
             follow_first(plan, machines)
-        elif request.front == "smg":
-            serve_behind_gateway(plan, request, limits)
         else:
             _serve(plan, request, limits, machines)
 

@@ -1,4 +1,4 @@
-"""Check requests against limits, the model and the engine, and submit them, with the same rules for HTTP and gRPC."""
+"""Check requests against limits, the model and the engine, and submit them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_support(request: GenerationRequest, model: ServedModel, engine: Engine
             refuse("logit_bias", f"token {token} is outside the vocabulary; send ids below {model.spec.vocab_size}")
     if request.num_prompt_logprobs is not None and not engine.remote.scores_prompts:
         refuse(
-            request.SCORES_FIELD,
+            "echo",
             "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out",
         )
 

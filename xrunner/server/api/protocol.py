@@ -134,7 +134,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     """The fields of completions and chats."""
 
     PROMPT_FIELD: ClassVar[str]
-    SCORES_FIELD: ClassVar[str] = "echo"
     """The field that asks for log probabilities of the prompt."""
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Largest number of output tokens if the request names none. None means all that fit."""

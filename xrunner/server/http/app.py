@@ -75,12 +75,6 @@ def create_app(
     return app
 
 
-def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
-    """Return the app for an admin port, with an engine's pages, plan and metrics but no routes for requests."""
-    routes = [*_state_routes(engine), *_plan_routes(engine, model)]
-    return _app(routes, [Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)])
-
-
 def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) -> Starlette:
     """Return an app that reports errors in OpenAI's format."""
     handlers = {ApiError: _refuse, HTTPException: _refuse, RecursionError: _refuse, ClientDisconnect: _say_nothing}
