@@ -37,9 +37,9 @@ from xscheduler.fleet.planning import FleetModel, share_kept
 from xscheduler.fleet.recommender import (
     LoadSample,
     Recommend,
-    Recommendation,
     RecommendedDay,
     Recommender,
+    WantedReplicas,
     simulate_day,
 )
 from xscheduler.fleet.replica_kinds import Candidate
@@ -168,7 +168,7 @@ class ByUtilisation:
         self._rate: deque[float] = deque(maxlen=4)
         self._present = 0
 
-    def __call__(self, sample: LoadSample) -> Recommendation:
+    def __call__(self, sample: LoadSample) -> WantedReplicas:
         fleet, ready = self._fleet, sample.ready
         assert ready is not None
         kind = max(range(len(fleet.kinds)), key=lambda k: ready[k])
@@ -184,7 +184,7 @@ class ByUtilisation:
             self._recent.popleft()
         self._present = max(wanted, min(present, max(count for _, count in self._recent)))
         replicas = tuple(self._present if number == kind else 0 for number in range(len(fleet.kinds)))
-        return Recommendation(replicas, load, rate * present)
+        return WantedReplicas(replicas, load, rate * present)
 
 
 def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:

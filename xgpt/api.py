@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         SimulateKeywords,
     )
     from xgpt.solving import Planned
-    from xscheduler.fleet.recommender import Recommendation
+    from xscheduler.fleet.recommender import WantedReplicas
     from xscheduler.replanning.replanner import Replanned
     from xsimulator.run import Simulated
 
@@ -202,7 +202,7 @@ def autoscale(
     on_note: Callable[[str], None] = lambda line: None,
     stop: Event | None = None,
     **asked: Unpack[AutoscaleKeywords],
-) -> Recommendation | None:
+) -> WantedReplicas | None:
     """Recommend how many replicas of each kind a fleet needs now, and publish these numbers as a Prometheus metric.
 
         xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)

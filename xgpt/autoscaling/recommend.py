@@ -27,9 +27,9 @@ from xscheduler.fleet.recommender import (
     LEAST_LENGTHS,
     LENGTHS_S,
     LoadSample,
-    Recommendation,
     RecommendedDay,
     Recommender,
+    WantedReplicas,
     simulate_day,
 )
 from xscheduler.fleet.replica_counts import DeviceLimit
@@ -49,7 +49,7 @@ WANTED, READY, NEED, AT = (
 
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
-) -> Recommendation | None:
+) -> WantedReplicas | None:
     """Recommend and publish numbers of replicas until `stop` is set. Return the last recommendation, or None if there
     was none.
 
@@ -95,12 +95,12 @@ class _Live:
     began_s: float
 
     def __post_init__(self) -> None:
-        self.last: Recommendation | None = None
+        self.last: WantedReplicas | None = None
         self.ready: tuple[int, ...] | None = None
         self._looked_s: float | None = None
         self._recent: deque[tuple[float, ScrapedTraffic]] = deque()
 
-    def once(self, stop: Event) -> Recommendation | None:
+    def once(self, stop: Event) -> WantedReplicas | None:
         """Return one recommendation. With `scrape`, it needs two readings of the load."""
         found, note = self.look()
         if self.request.scrape:  # arrivals are counted between two readings
@@ -110,7 +110,7 @@ class _Live:
             found, note = self.look()
         return found
 
-    def look(self) -> tuple[Recommendation | None, str]:
+    def look(self) -> tuple[WantedReplicas | None, str]:
         """Read the load. Return a recommendation, and a line of text about it."""
         now_s = time.monotonic() - self.began_s
         rate = self.request.arrival_rate_per_s
@@ -133,7 +133,7 @@ class _Live:
             f"{self._in_words(self.last)}"
         )
 
-    def _in_words(self, found: Recommendation) -> str:
+    def _in_words(self, found: WantedReplicas) -> str:
         wanted = ", ".join(f"{n} {kind.name}" for n, kind in zip(found.replicas, self.fleet.kinds, strict=True))
         return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
@@ -170,7 +170,7 @@ class _Metrics:
         self._need = Gauge(NEED, "Requests/s for which the replicas are recommended.", registry=registry)
         self._at = Gauge(AT, "Unix time at which the replicas were recommended, in seconds.", registry=registry)
 
-    def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
+    def __call__(self, found: WantedReplicas, ready: tuple[int, ...] | None) -> None:
         """Publish a recommendation, and how many replicas of each kind answered."""
         for labels, wanted, count in zip(self._labels, found.replicas, ready or (0,) * len(self._labels), strict=True):
             self._wanted.labels(*labels).set(wanted)

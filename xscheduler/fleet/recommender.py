@@ -66,7 +66,7 @@ class LoadSample:
     num_lengths: int = 0
 
 
-class Recommendation(NamedTuple):
+class WantedReplicas(NamedTuple):
     """The number of replicas that a fleet should have.
 
     Attributes:
@@ -108,7 +108,7 @@ class Recommender:
         self._ordered_s: list[list[float]] = []
         """For each kind, the times at which its replicas were first recommended, in ascending order."""
 
-    def as_planned(self, now_s: float, ready: Sequence[int] | None = None) -> Recommendation:
+    def as_planned(self, now_s: float, ready: Sequence[int] | None = None) -> WantedReplicas:
         """Return the planned replicas for this time of day, but for each kind at least as many as were recommended
         before. Before the first recommendation, the replicas that are ready count as recommended.
         """
@@ -119,9 +119,9 @@ class Recommender:
             planned = np.maximum(planned, self._present())
         self._order(planned, now_s)
         kept = float(np.asarray(self._rates_of(self._fleet.interval_at(now_s).lengths)) @ planned)
-        return Recommendation(tuple(planned.tolist()), self.forecast.rate, kept)
+        return WantedReplicas(tuple(planned.tolist()), self.forecast.rate, kept)
 
-    def recommend(self, sample: LoadSample) -> Recommendation:
+    def recommend(self, sample: LoadSample) -> WantedReplicas:
         """Return the replicas that the fleet should have now."""
         now_s = sample.now_s
         self.forecast.look(now_s, sample.seconds, sample.num_requests)
@@ -147,7 +147,7 @@ class Recommender:
         for kind, ordered_s in leaving:
             self._ordered_s[kind].remove(ordered_s)
         self._order(self._present() + more, now_s)
-        return Recommendation(tuple(self._present().tolist()), need, kept)
+        return WantedReplicas(tuple(self._present().tolist()), need, kept)
 
     def _present(self) -> Ints:
         """Return the number of recommended replicas of each kind. # [kinds]"""
@@ -245,7 +245,7 @@ class Recommender:
 LENGTHS_S = 600.0
 """Mean lengths are computed from the requests of this time span."""
 
-Recommend = Callable[[LoadSample], Recommendation]
+Recommend = Callable[[LoadSample], WantedReplicas]
 
 
 @dataclass

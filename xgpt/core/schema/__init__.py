@@ -71,6 +71,7 @@ from xgpt.core.schema.profile import (
     Profile,
     Surface,
 )
+from xgpt.core.schema.recommendation import Offer, Ranged, Recommendation
 from xgpt.core.schema.replan import Decision, FailedJudgement, Observation, ObservedReuse, Outcome, Planner, Proposal
 from xgpt.core.schema.report import BenchReport, Calibration, Comparison, CoreWaits, UrlReport
 from xgpt.core.schema.speculation import Speculation, SpeculativeMethod
@@ -142,6 +143,7 @@ __all__ = [
     "Objective",
     "Observation",
     "ObservedReuse",
+    "Offer",
     "OrcaSettings",
     "Outcome",
     "Part",
@@ -154,6 +156,8 @@ __all__ = [
     "ProfileRef",
     "Proposal",
     "Quantization",
+    "Ranged",
+    "Recommendation",
     "Recurrent",
     "RequestClass",
     "ReuseEstimate",

@@ -15,6 +15,7 @@ from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Estimate, SearchCertificate
 from xgpt.core.schema.model import DType, ModelSpec, Precision
 from xgpt.core.schema.policy import ChunkedSettings, Pinned, PolicySettings, StageLane
+from xgpt.core.schema.recommendation import Recommendation
 from xgpt.core.schema.speculation import Speculation
 from xgpt.core.schema.step_log import Account
 from xgpt.core.schema.workload import RequestClass, Workload
@@ -148,6 +149,8 @@ class Plan(Frozen):
     """How the plan was found, and the proven gap to the optimum."""
     profile: ProfileRef
     """The profile from which the figures were predicted."""
+    recommendation: Recommendation | None = Field(default=None, exclude_if=lambda given: given is None)
+    """What the user was told about the plan. None means a plan that no `xgpt plan` or `xgpt compare` wrote."""
 
     def with_estimate(self, **figures: object) -> Plan:
         """Return the plan with these fields of its estimate replaced."""

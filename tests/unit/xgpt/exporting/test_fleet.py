@@ -16,7 +16,7 @@ from xgpt.autoscaling.recommend import _Metrics
 from xgpt.autoscaling.scraping import target_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema.fleet import FleetPlan
-from xscheduler.fleet.recommender import Recommendation
+from xscheduler.fleet.recommender import WantedReplicas
 
 
 def deployable() -> FleetPlan:
@@ -72,7 +72,7 @@ def test_the_autoscalers_act_on_the_recommended_number_of_their_own_kind() -> No
     fleet = deployable()
     files = xgpt.export(fleet, "k8s")
     registry = CollectorRegistry()
-    _Metrics(fleet, 0, registry)(Recommendation((3, 5), 1.0, 1.0), (1, 1))
+    _Metrics(fleet, 0, registry)(WantedReplicas((3, 5), 1.0, 1.0), (1, 1))
     pairs = zip(objects(files["hpa.yaml"]), objects(files["keda.yaml"]), strict=True)
     for number, (hpa, scaled) in enumerate(pairs):
         for one in (hpa, scaled):

@@ -12,7 +12,7 @@ from xgpt.core.schema import Workload
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import histogram_of
 from xscheduler.fleet.load_forecast import LoadForecast
-from xscheduler.fleet.recommender import LoadSample, Recommendation, RecommendedDay, Recommender, simulate_day
+from xscheduler.fleet.recommender import LoadSample, RecommendedDay, Recommender, WantedReplicas, simulate_day
 from xscheduler.fleet.replica_counts import DeviceLimit
 from xsimulator.fleet import Requests
 
@@ -87,7 +87,7 @@ def test_replicas_leave_when_that_repays() -> None:
     assert ready_at(day, 2700) <= 2
 
 
-def steadily(recommender: Recommender, num_requests: float, ready: int, times: int = 20) -> Recommendation:
+def steadily(recommender: Recommender, num_requests: float, ready: int, times: int = 20) -> WantedReplicas:
     """Return the last recommendation of a steady load."""
     for i in range(times):
         found = recommender.recommend(LoadSample(900.0 + LOOK_S * i, LOOK_S, num_requests, ready=[ready]))

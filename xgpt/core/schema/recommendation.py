@@ -1,0 +1,160 @@
+"""Define what the user is told: what to run, what it keeps, what it gains, and how sure this is.
+
+`xgpt.deciding` makes the one object from plans. The terminal, --json, the report, the local page and the exports render
+it, and derive nothing themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from xgpt.core.schema.base import Frozen
+
+Action = Literal["run", "change", "keep"]
+
+
+class Ranged(Frozen):
+    """A figure with the range that contains its measured value in nine of ten cases (None: not known)."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Process(Frozen):
+    """A process to start."""
+
+    command: str
+    """The complete command, as for a shell. It runs on one machine."""
+    port: int
+    """Port on which the process answers."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the machine's devices that the process uses. Empty means a CPU."""
+    node: int = 0
+    """Number of the machine."""
+
+
+class BoundKept(Frozen):
+    """One of the user's bounds, and the margin that the plan leaves."""
+
+    name: Literal["latency", "TTFT", "TPOT"]
+    bound_s: PositiveFloat
+    quantile: float
+    """Share of requests that must keep the bound."""
+    predicted_s: float | None = None
+    """The quantile of the bounded time at the load for which it was predicted, or None if not known."""
+
+
+class AtLoad(Frozen):
+    """What a candidate keeps at the user's own load."""
+
+    rate_per_s: PositiveFloat
+    """Requests a second of the load: in the busiest window if there is a log."""
+    window: str = ""
+    """The window with this rate, in words. Empty means that the user stated the rate."""
+    share_kept: float | None = None
+    """Share of all requests of the whole log that keep the bounds, or None if not replayed."""
+    worst_window: str = ""
+    """The window in which the smallest share keeps the bounds."""
+    worst_share_kept: float | None = None
+    """The share of its requests that keep the bounds."""
+    confidence: float | None = None
+    """Probability that the candidate sustains the load, by the errors of earlier predictions. None means not known."""
+
+
+class Offer(Frozen):
+    """A deployment: how to start it, and what it keeps."""
+
+    name: str
+    """Policy and shape, as in "chunked, 2 replicas of TP4"."""
+    policy: str
+    settings: str
+    """Values of the control variables, in words."""
+    engine: str
+    """The engine with its version. "" means that no engine is named."""
+    needs_xgpt: bool
+    """Whether the candidate needs xgpt's scheduler or engine. Otherwise the named engine runs it by itself."""
+    num_devices: PositiveInt
+    processes: tuple[Process, ...] = ()
+    """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
+    rate_per_s: Ranged
+    """Highest arrival rate within the bounds or, without bounds, the saturated throughput."""
+    at_load: AtLoad | None = None
+    """What it keeps at the user's load. None means that the user stated no load."""
+    cost_per_hour: float | None = None
+    """Price of its devices for an hour, or None if not known."""
+    cost_per_million_tokens: float | None = None
+
+
+class Gain(Frozen):
+    """What the recommended candidate gains over the present deployment."""
+
+    unit: str
+    """What is compared, as in "requests/s within the bounds per device"."""
+    now: float
+    """The present deployment's value."""
+    then: float
+    """The candidate's value."""
+    factor: Ranged | None = None
+    """`then` divided by `now`. None means that the present deployment keeps the bounds at no rate."""
+    worst: str = ""
+    """The assumption under which the gain is smallest."""
+
+
+class Sized(Frozen):
+    """A number of devices, and the probability that it sustains the load."""
+
+    num_devices: PositiveInt
+    confidence: float = Field(ge=0, le=1)
+    rate_per_s: NonNegativeFloat = 0.0
+    """Highest predicted arrival rate within the bounds on so many devices."""
+
+
+class Measurement(Frozen):
+    """The measurement that would narrow the recommendation most."""
+
+    narrows: str
+    """What it narrows, in words."""
+    command: str
+
+
+class Recommendation(Frozen):
+    """What to run, what it keeps and gains, how sure this is, and what would change it."""
+
+    action: Action
+    """run: nothing runs yet; change: replace the present deployment; keep: leave it as it is."""
+    model: str
+    devices: str
+    """Name of the devices, as in "8 x h100-80gb-hbm3"."""
+    workload: str
+    bounds: tuple[BoundKept, ...] = ()
+    """The user's bounds with the margins of the recommended candidate. Empty means that there are none."""
+    best: Offer
+    """What to run. With action "keep", the present deployment."""
+    now: Offer | None = None
+    """The present deployment, or None if not given."""
+    gain: Gain | None = None
+    """Gain of `best` over `now` or, with action "keep", of `rejected` over `now`."""
+    rejected: Offer | None = None
+    """With action "keep": the best other candidate."""
+    confidence: float | None = None
+    """Probability that the recommendation holds: that `best` sustains the user's load, or that it beats `now`."""
+    why: str = ""
+    """The reason for the action, in a sentence."""
+    runner_up: Offer | None = None
+    """The next best candidate that the engine runs by itself."""
+    with_more_work: Offer | None = None
+    """A better candidate that needs xgpt's scheduler, or None if there is none."""
+    sizes: tuple[Sized, ...] = ()
+    """Numbers of devices that were considered for the load, rising."""
+    limit_per_s: float | None = None
+    """Rate that no searched schedule exceeds, or None if not proven."""
+    limit_gap: float | None = None
+    """Share by which that rate exceeds the rate of the best schedule found."""
+    would_change: tuple[str, ...] = ()
+    """What would change the recommendation, each in a sentence, the nearest first."""
+    measurement: Measurement | None = None
+    """The one measurement that would narrow the ranges most. None means that all steps were measured here."""
+    warnings: tuple[str, ...] = ()
