@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, make_asgi_app
 
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, target_of
 from xgpt.connection import own_api_key
-from xgpt.core.errors import MachineError, reason_of
+from xgpt.core.errors import MachineError
 from xgpt.core.network import address_text
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.pods import Names
 from xgpt.requests import AutoscaleRequest
 from xprofiler.store import profile_of
+from xrunner.server.http.connections import Listener
+from xrunner.server.http.process import GuardedServer
 from xscheduler.fleet.day_load import cut, read_day
 from xscheduler.fleet.planning import FleetModel, share_kept
 from xscheduler.fleet.recommender import (
@@ -187,18 +189,15 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
         MachineError: the port cannot be opened.
     """
     registry = CollectorRegistry()
-    try:
-        server, thread = start_http_server(request.port, request.host, registry)
-    except OSError as error:
-        raise MachineError(
-            f"cannot listen on {address_text(request.host, request.port)}: {reason_of(error)}; give another `port`"
-        ) from None
-    try:
-        yield _Metrics(fleet, server.server_port, registry)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with Listener.at(request.host, request.port) as listener:
+        server = GuardedServer(make_asgi_app(registry), listener, grace_s=1)
+        thread = Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield _Metrics(fleet, listener.getsockname()[1], registry)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:

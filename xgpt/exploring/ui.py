@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -28,11 +26,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from xgpt.core.errors import InputError, MachineError, reason_of
+from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
 from xgpt.core.traces import SUFFIXES
 from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
+from xrunner.server.http.connections import Listener
+from xrunner.server.http.process import GuardedServer
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -253,13 +253,6 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
         MachineError: the port cannot be opened.
     """
     token = secrets.token_urlsafe(24)
-    try:
-        listener = socket.create_server((HOST, port))
-    except OSError as error:
-        raise MachineError(f"port {port} cannot be opened: {reason_of(error)}; give another `port`") from None
-    config = uvicorn.Config(
-        build_app(token), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
-    )
-    with listener:
+    with Listener.at(HOST, port) as listener:
         on_ready(f"http://{HOST}:{listener.getsockname()[1]}/?token={token}")
-        uvicorn.Server(config).run([listener])
+        GuardedServer(build_app(token), listener, grace_s=1).run([listener])

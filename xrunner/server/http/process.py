@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.config import STARTUP_FAILURE
 
 from xgpt.core.errors import InputError
@@ -76,17 +77,16 @@ def serve(
         signal.signal(signal.SIGTERM, previous)
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server with xgpt's connections. The listener must be passed to `run`."""
+class GuardedServer(uvicorn.Server):
+    """uvicorn's server with the connections of `connections`: all HTTP of xgpt goes through it.
+
+    Args:
+        listener: must also be passed to `run`.
+        grace_s: seconds that answers have to end after a signal.
+    """
 
     def __init__(
-        self,
-        app: Starlette,
-        listener: Listener,
-        *,
-        drain_s: float = DRAIN_S,
-        shutdown_delay_s: float = 0.0,
-        tls: ssl.SSLContext | None = None,
+        self, app: ASGIApp, listener: Listener, tls: ssl.SSLContext | None = None, grace_s: int | None = None
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -96,14 +96,11 @@ class Server(uvicorn.Server):
             server_header=False,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=grace_s,
         )
         super().__init__(config)
         self._listener = listener
-        self._drain_s, self._shutdown_delay_s = drain_s, shutdown_delay_s
         self._tls = tls
-        self._app = app
-        self._engine: EngineClient = app.state.engine
-        self._engine.on_fatal = partial(setattr, self, "should_exit", True)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal. The event loop must be asyncio's, since other loops accept connections themselves."""
@@ -127,6 +124,40 @@ class Server(uvicorn.Server):
         ]
         self.started = True
         self._looking = asyncio.create_task(self._end_overdue())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._looking.cancel()
+
+    async def _end_overdue(self) -> None:
+        """Close overdue connections until the server has shut down."""
+        while True:
+            for connection in tuple(self.server_state.connections):
+                assert isinstance(connection, Protocol)
+                connection.end_if_overdue()
+            await asyncio.sleep(LOOK_S)
+
+
+class Server(GuardedServer):
+    """The endpoint's server, which lets running requests end."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        listener: Listener,
+        *,
+        drain_s: float = DRAIN_S,
+        shutdown_delay_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(app, listener, tls)
+        self._drain_s, self._shutdown_delay_s = drain_s, shutdown_delay_s
+        self._app = app
+        self._engine: EngineClient = app.state.engine
+        self._engine.on_fatal = partial(setattr, self, "should_exit", True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
         # Loaded modules stay in memory. If the garbage collector examined them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()
@@ -137,7 +168,6 @@ class Server(uvicorn.Server):
         await self._leave()
         await self._drain()
         await super().shutdown(sockets)
-        self._looking.cancel()
         if self.force_exit:
             # After a second Ctrl-C the server does not wait for answers, but the engine must stop before the event loop
             # is closed.
@@ -168,14 +198,6 @@ class Server(uvicorn.Server):
         left_s = max(LAST_WORDS_S, end_s - time.monotonic())
         has_to_break_off = self._engine.num_requests and not self.force_exit
         self.config.timeout_graceful_shutdown = 0 if has_to_break_off else left_s  # type: ignore[assignment]
-
-    async def _end_overdue(self) -> None:
-        """Close overdue connections until the server has shut down."""
-        while True:
-            for connection in tuple(self.server_state.connections):
-                assert isinstance(connection, Protocol)
-                connection.end_if_overdue()
-            await asyncio.sleep(LOOK_S)
 
 
 CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
