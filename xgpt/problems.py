@@ -184,16 +184,17 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
     """Return the requested engine, or None if no engine is requested.
 
     Raises:
-        InputError: the cluster is this machine and the engine is not xgpt's own. Its steps must first be measured here
-            (`xgpt profile --engine`).
+        InputError: the cluster is this machine, the engine is not xgpt's own, and no profile of its steps is given.
     """
     if request.engine is None:
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
-    if cluster.is_local and engine.framework != "xgpt":
+    if not cluster.is_local or engine.framework == "xgpt":
+        return engine
+    if request.profile is None:
         make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
         raise InputError("engine", engine.name, f"plans for this machine need measured steps: {make}")
-    return engine
+    return engine.measured_on(cluster.device.type)
 
 
 def _profile(

@@ -21,6 +21,7 @@ contexts, a vLLM connector pretends that K/V exist.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -175,8 +176,17 @@ def profile(
         raise InputError("model", spec.name, "xgpt plans for vLLM only with decoder-only models: use `engine=xgpt`")
     sizes = StepSizes.of(spec, cluster, dtype)
     jobs = in_passes(points(spec.max_context, sizes), lambda point: point.step_tokens)
-    log, vllm_version = _run(spec, cluster, dtype, checkpoint, sizes, [job.group for job in jobs], progress)
-    return with_scheduler(fit(spec, cluster, dtype, sizes, _times(log, jobs), vllm_version))
+    log, vllm_version, threads = _run(spec, cluster, dtype, checkpoint, sizes, [job.group for job in jobs], progress)
+    fitted = fit(spec, cluster, dtype, sizes, _times(log, jobs), vllm_version)
+    return with_scheduler(fitted if threads is None else fitted.but(num_threads=threads))
+
+
+def threads_in(lines: Sequence[str]) -> int | None:
+    """Return the number of threads that compute for the first device, as vLLM's output states it, or None if it does
+    not. The user's environment may set another number than xgpt does.
+    """
+    found = next((match for line in lines if (match := re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", line))), None)
+    return None if found is None else len(found[1].split(","))
 
 
 def with_scheduler(profile: Profile) -> Profile:
@@ -203,8 +213,8 @@ def _run(
     sizes: StepSizes,
     groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
-) -> tuple[list[StepRecord], str]:
-    """Run these groups in vLLM. Return the log of its steps, and its version."""
+) -> tuple[list[StepRecord], str, int | None]:
+    """Run these groups in vLLM. Return the log of its steps, its version, and its number of threads (None: unknown)."""
     vllm_python = python()
     block_size = block_size_of(cluster)
     num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
@@ -247,7 +257,7 @@ def _run(
                             progress(num_done, len(groups), "profiling vLLM")
         if num_done < len(groups):
             raise MachineError(f"vLLM ended before its profile was complete: {last_error(lines)}")
-        return read_step_log(log), vllm_version
+        return read_step_log(log), vllm_version, threads_in(lines)
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:

@@ -9,7 +9,17 @@ from xgpt.checkpoints import hub
 from xgpt.comparing.flags import Given
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
-from xrunner.vllm.command import context_of, options, own_sizes, partition_of, quantizes
+from xrunner.vllm.command import (
+    context_of,
+    devices_of,
+    options,
+    own_arguments,
+    own_sizes,
+    partition_of,
+    quantizes,
+    runs_by_itself,
+    variables,
+)
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
@@ -23,15 +33,17 @@ def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
     """Return the command that starts one replica of a plan in its engine. Return None if the engine's own scheduler
     cannot run the plan.
 
-    The engines' own schedulers run only the policy chunked, on GPUs and on equal stages. If a plan names no engine, the
-    command is for vLLM.
+    The engines' own schedulers run only the policy chunked, on equal stages. If a plan for GPUs names no engine, the
+    command is for vLLM. On CPUs, the command starts vLLM as its profile was measured: with the same threads.
 
     Args:
         kept: further options for vLLM's command, such as those of the current deployment.
     """
     policy, stages = plan.policy, plan.stages
-    if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
+    if not isinstance(policy, ChunkedSettings):
         return None
+    if plan.cluster.device.type != "gpu":
+        return _on_cpus(plan, kept or {})
     if len({(stage.tp, stage.ep) for stage in stages}) > 1 or plan.model.is_encoder_decoder:
         return None
     if plan.engine is not None and plan.engine.scheduler == "xgpt":
@@ -74,6 +86,15 @@ def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
     return shlex.join(words)
+
+
+def _on_cpus(plan: Plan, kept: Given) -> str | None:
+    if not runs_by_itself(plan) or plan.checkpoint is None or plan.replicas > 1:
+        return None
+    devices, own = devices_of(plan, plan.stages), own_arguments(plan)
+    threads = [f"{name}={n}" for name, n in variables(plan.cluster, devices, plan.profile.num_threads).items()]
+    given = {name: value for name, value in kept.items() if f"--{name}" not in own}
+    return shlex.join(["env", *threads, "vllm", "serve", plan.checkpoint, *own, *TABLE.words(given)])
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:

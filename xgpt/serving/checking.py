@@ -15,6 +15,7 @@ from xgpt.core.network import reach
 from xgpt.core.schema import EngineKind, Plan, Profile
 from xprofiler.store import check_engine, dtype_of, profile_of
 from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.command import runs_by_itself
 from xrunner.vllm.engine import limits_of
 from xrunner.vllm.process import package_path, python, version_of
 from xscheduler.placement import Placement
@@ -140,13 +141,15 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Check that `xgpt serve` can run a newly made plan on this machine. The weights are not checked.
+    """Check that a newly made plan's engine can run it on this machine. The weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.
         InputError: the engine cannot run the plan's policy, or the model does not run in the plan's dtype.
     """
-    if plan.profile.engine == "vllm":
+    if runs_by_itself(plan):
+        check_devices(plan)
+    elif plan.profile.engine == "vllm":
         check_vllm_runs(plan)
     else:
         check_runs(plan)

@@ -11,14 +11,13 @@ from typing import Any
 from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Precision, Stage, WaaSettings
+from xgpt.core.schema.engine import CPU_BLOCK_SIZE
 from xgpt.core.schema.policy import most_running
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
 CPU_PIPELINE = "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
 GPU_BLOCK_SIZE = 16
-CPU_BLOCK_SIZE = 32
-"""The smallest block size that vLLM's CPU attention accepts."""
 MAX_RUNNING = 1024
 """Largest number of concurrent requests for which vLLM prepares batches, even if more would fit in the plan's
 memory."""
@@ -73,16 +72,19 @@ def computing_cores(cluster: ClusterSpec) -> int:
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
 
 
-def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
+def variables(cluster: ClusterSpec, devices: Sequence[int], threads: int | None = None) -> dict[str, str]:
     """Return vLLM's environment variables for these devices of the cluster.
 
     On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
     loop, and another if there is a K/V connector. Profiles are measured with a connector, so without these variables
     they would be measured on other cores than the server uses.
+
+    Args:
+        threads: number of threads of each device during the profile's measurement. None means `computing_cores`.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
-    cores = computing_cores(cluster)
+    cores = min(threads or computing_cores(cluster), num_cores() // cluster.devices_per_node)
     if cluster.devices_per_node == 1:
         return {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(num_cores() - cores)}
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{cores * d}-{cores * (d + 1) - 1}" for d in devices)}
@@ -215,7 +217,7 @@ def _launch(
     cluster = plan.cluster
     block_size = block_size_of(cluster)
     blocks = _num_blocks(plan, stages)
-    environment |= variables(cluster, devices_of(plan, stages))
+    environment |= variables(cluster, devices_of(plan, stages), plan.profile.num_threads)
     step, most = step_tokens(plan), min(MAX_RUNNING, max_running(plan, blocks, block_size))
     if runs_by_itself(plan) and isinstance(plan.policy, ChunkedSettings):
         step, most = own_sizes(plan, plan.policy)

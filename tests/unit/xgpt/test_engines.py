@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import xgpt
+from tests.planned import CPU, SHORT
 from tests.rings import few
+from xgpt.checkpoints.files import read_spec
 from xgpt.cli import cli
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
+from xgpt.core.machine import detect
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.core.schema.engine import TIMED, UNSOURCED
+from xgpt.reporting.engine_command import engine_command
 from xgpt.reporting.plan_text import TIMED_WORDS, engine_in_words, mixing_in_words
 from xgpt.resolve import engine_of, load_engine
+from xprofiler import analytic
 
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
 
@@ -110,6 +116,32 @@ def test_an_engine_of_another_framework_than_the_profiles_is_refused() -> None:
     profile = xgpt.profile(model="llama-3.1-8b", cluster="h100x8").model_copy(update={"engine": "sglang"})
     with pytest.raises(InputError, match="the profile is for sglang"):
         planned("vllm-0.15", profile=profile)
+
+
+def test_a_profile_of_vllm_on_this_machine_is_planned_for_vllms_own_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command starts vLLM with the threads with which it was profiled."""
+    monkeypatch.setattr("xrunner.vllm.command.num_cores", lambda: 4)
+    here = detect()
+    known = CPU.but(name=here.device.name, memory_bytes=2**36)
+    monkeypatch.setattr("xgpt.core.machine._detect_gpus", lambda num_devices: None)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    cluster = here.but(device=known)
+    profile = analytic.profile(spec, cluster, "float32").but(source="measured", engine="vllm", num_threads=3)
+    asked = {"model": str(tmp_path), "workload": SHORT, "latency_bound_s": 5.0, "policy": "chunked"}
+    plan = xgpt.plan(**asked, profile=profile, engine="vllm")
+    assert plan.engine is not None and (plan.engine.scheduler, plan.engine.block_size) == ("own", 32)
+    command = engine_command(plan)
+    assert command is not None
+    assert command.startswith(f"env VLLM_CPU_NUM_OF_RESERVED_CPU=1 vllm serve {tmp_path}")
+    assert f"--max-num-batched-tokens {plan.policy.token_budget}" in command
+    with pytest.raises(InputError, match="make one with `xgpt profile --engine vllm"):
+        xgpt.plan(**asked, engine="vllm")
 
 
 def test_profiles_tell_their_engine() -> None:

@@ -161,3 +161,9 @@ def test_attention_of_prompts_is_read_off_all_pieces(spec: ModelSpec) -> None:
     table = vllm._encode_attention(spec, {point: taken}, rest)
     at_1024 = table.seconds[0][table.lengths.index(1024)] * spec.num_layers
     assert at_1024 == pytest.approx(1e-6 * 1024 * 1024, rel=0.05)
+
+
+def test_the_number_of_threads_is_what_vllm_says_and_not_what_was_asked() -> None:
+    said = "(EngineCore pid=7) INFO 11-28 20:04:41 [ompmultiprocessing.py:185] \tlocal_rank=0, core ids=[0, 1]\n"
+    assert vllm.threads_in(["INFO start\n", said]) == 2
+    assert vllm.threads_in(["INFO start\n"]) is None

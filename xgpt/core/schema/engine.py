@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -14,6 +14,10 @@ UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 
 TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
 """Figures of an engine on which step times and TTFT depend."""
+
+
+CPU_BLOCK_SIZE = 32
+"""Number of tokens in a K/V block of vLLM on a CPU."""
 
 
 class EngineSpec(Frozen):
@@ -133,6 +137,21 @@ class EngineSpec(Frozen):
         if self.scheduler == "xgpt":
             return self
         return self.but(scheduler="xgpt", name=f"xgpt-{self.name}", schedules_ahead=False)
+
+    def measured_on(self, device: Literal["cpu", "gpu"]) -> EngineSpec:
+        """Return the engine for a profile that was measured in it. The profile contains the times of its loop, and
+        measures them without scheduling ahead. On a CPU, the engine's memory is what its command states.
+        """
+        of_gpus = ("memory_share", "kept_bytes", "group_bytes", "sampling_bytes", "keeps_expert_buffers")
+        reset = (*TIMED, "step_s", "schedules_ahead", "waiting_step_s", "waiting_request_s", "captured_tokens")
+        reset += (*of_gpus, "stream_s", "after_token_s") if device == "cpu" else ()
+        fields = type(self).model_fields
+        changes: dict[str, Any] = {name: fields[name].default for name in reset}
+        sources = {name: text for name, text in self.sources.items() if name not in reset}
+        if device == "cpu" and self.framework == "vllm":
+            changes["block_size"] = CPU_BLOCK_SIZE
+            sources["block_size"] = "the smallest that vLLM's attention on CPUs accepts"
+        return self.but(**changes, sources=sources)
 
     def started_for(self, kind: str) -> EngineSpec:
         """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy.

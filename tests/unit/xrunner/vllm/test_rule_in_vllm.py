@@ -134,6 +134,7 @@ def test_of_a_machines_cores_as_many_compute_with_a_connector_as_without(monkeyp
     for cores, reserved in ((1, "0"), (2, "1"), (16, "1")):
         monkeypatch.setattr("xrunner.vllm.command.num_cores", lambda cores=cores: cores)
         assert variables(cpu(1), [0]) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": reserved}
+    assert variables(cpu(1), [0], threads=16) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, "as when it was profiled"
     assert variables(cpu(2), [1]) == {"VLLM_CPU_OMP_THREADS_BIND": "8-15"}
     assert variables(cpu(2), [0, 1]) == {"VLLM_CPU_OMP_THREADS_BIND": "0-7|8-15"}
 
