@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Curve, Frozen, Profile, Surface
+from xgpt.core.schema import Curve, EncoderLayerTimes, Frozen, LayerTimes, Profile, Surface
+from xsimulator.costs.curves import rising
 
 Array = npt.NDArray[np.float64]
 
 
 def lowered(profile: Profile) -> Profile:
     """Return the profile with every table lowered, or the same object if lowering changes no table."""
-    changed = {name: _floor(value) for name, value in profile}
-    return profile if all(changed[name] is value for name, value in profile) else profile.but(**changed)
+    floor: Profile = _floor(profile)
+    return floor
 
 
 def _floor(value: Any) -> Any:
@@ -34,6 +35,10 @@ def _floor(value: Any) -> Any:
             return _floor_of_curve(value)
         case Surface():
             return _floor_of_surface(value)
+        case LayerTimes() if (attention := rising(value.encode_attention)) is not value.encode_attention:
+            return _floor(value.but(encode_attention=attention))
+        case EncoderLayerTimes() if (attention := rising(value.attention)) is not value.attention:
+            return _floor(value.but(attention=attention))
         case tuple():
             items = tuple(map(_floor, value))
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items

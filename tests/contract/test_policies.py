@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.contract.scenarios import one_lane, problem, random_settings, simulate
+from tests.contract.scenarios import one_lane, problem, random_profile, random_settings, simulate
 from tests.rings import few
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
+from xgpt.resolve import load_model
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import FORECASTS, OneLaneModel, estimate
-from xsimulator.lengths import Lengths
+from xsimulator.lengths import Lengths, Reused
 from xsimulator.stages import whole
 
 KINDS = tuple(kind for kind in POLICIES if kind != "waa")
@@ -54,6 +55,27 @@ def test_a_prediction_does_not_depend_on_its_neighbours(kind: str) -> None:
         assert min(alone.values()) >= 0
         assert np.isfinite(list(alone.values())).all()
         assert together.at(i) == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_figure_is_negative_where_prompts_are_cached(kind: str) -> None:
+    """Where a measured table falls with the length of prompts, the rest of a cached prompt took less than no time."""
+    spec, _ = load_model("opt-125m")
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        profile = random_profile(rng, monotone=False)
+        layer = profile.layers[0]
+        falling = layer.encode_attention.but(seconds=tuple(row[::-1] for row in layer.encode_attention.seconds))
+        profile = profile.but(layers=(layer.but(encode_attention=falling, rest=layer.rest.times(0.1), last=None),))
+        lengths = np.unique(rng.integers(2, 256, 12))
+        prompts = Histogram(lengths=tuple(lengths.tolist()), probabilities=(1 / len(lengths),) * len(lengths))
+        workload = Workload(name="repeated", input=prompts, output=Histogram(lengths=(2, 30), probabilities=(0.3, 0.7)))
+        share = float(rng.choice([0.5, 0.8, 1.0]))
+        found = Lengths(workload, Reused.proportional(workload, share, 1000.0, share))
+        model = OneLaneModel(LaneCost(spec, profile, whole(spec)), found)
+        for _ in range(5):
+            figures = estimate(model, random_settings(kind, rng))
+            assert min(figures.values()) >= 0 and np.isfinite(list(figures.values())).all()
 
 
 @pytest.mark.parametrize("workload", ["tcb", "chat-short"])

@@ -117,7 +117,8 @@ function show(live) {
   if (observation)
     byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; Wasserstein distance from the planned lengths: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} requests arrive a second.`;
   const none = live.decisions.length ? "" : "None yet: neither lengths nor step times have clearly changed.";
-  byId("replans").textContent = !live.replans ? "Re-planning is off." : live.judging_since ? `Something has changed: re-planning has been at work since ${live.judging_since}.` : none;
+  byId("replans").className = live.failures ? "bad" : "quiet";
+  byId("replans").textContent = !live.replans ? "Re-planning is off." : live.failures ? `The last ${live.failures === 1 ? "judgement" : `${live.failures} judgements`} of the plan failed: ${live.decisions[live.decisions.length - 1].reason}.` : live.judging_since ? `Something has changed: re-planning has been at work since ${live.judging_since}.` : none;
   byId("asking").hidden = !live.replans;
   decisions(live.decisions);
   goodput("keys", "by-key", live.keys);

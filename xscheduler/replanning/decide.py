@@ -60,6 +60,7 @@ class Verdict:
         switch: whether to change to `plan`.
         reason: the reason for changing, or for not changing.
         planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
+        num_unbuilt: number of candidates that were skipped, because they could not be built.
     """
 
     running: Outcome
@@ -72,6 +73,7 @@ class Verdict:
     pause_s: float = 0.0
     switch: bool = False
     planned_under_s: float | None = None
+    num_unbuilt: int = 0
 
 
 def judged(
@@ -85,9 +87,15 @@ def judged(
     Raises:
         InputError: `profile` was not made for the plan's devices.
     """
-    terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
+    situation = Situation.of(plan, profile, observation, slowdown)
+    verdict = _judged(situation, terms or Terms(), observation.num_requests)
+    return replace(verdict, num_unbuilt=len(situation.unbuilt))
+
+
+def _judged(situation: Situation, terms: Terms, num_requests: int) -> Verdict:
+    plan = situation.plan
     if plan.constraint.maximises_arrivals:
-        return with_known_rate(_judged_by_arrivals(situation, terms), observation.num_requests)
+        return with_known_rate(_judged_by_arrivals(situation, terms), num_requests)
     if plan.constraint.maximise is not None:
         judge = SaturatedJudge(situation, terms)
         reason = f"re-planning cannot compare plans by {plan.constraint.maximise}, which the plan maximises: plan again"

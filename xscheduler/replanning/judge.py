@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pydantic import ValidationError
+
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Admission, Outcome, Plan, Profile
 from xgpt.core.schema.plan import rate_of
@@ -111,8 +113,11 @@ class Judge(ABC):
         return None
 
 
-def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]]) -> list[Plan]:
-    """Return the plans of all problems together. A problem without a plan is left out.
+def _plans_of(
+    problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]], unbuilt: list[str]
+) -> list[Plan]:
+    """Return the plans of all problems together. A problem without a plan is left out. If its plan cannot be built, the
+    reason is added to `unbuilt`.
 
     Raises:
         InfeasibleError: no problem has a plan.
@@ -123,6 +128,10 @@ def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable
             found += planned(problem)
         except InfeasibleError as of_problem:
             error = error or of_problem
+        except ValidationError as of_plan:
+            wrong = of_plan.errors()[0]
+            unbuilt.append(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+            error = error or InfeasibleError(f"a candidate cannot be built: {unbuilt[-1]}", binding="plan")
     if error is not None and not found:
         raise error
     return found
@@ -209,7 +218,7 @@ class SaturatedJudge(Judge):
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)
         problems = [replace(problem, constraint=constraint) for problem in problems]
-        found = _plans_of(problems, lambda problem: [Scheduler(problem).best(kinds)])
+        found = _plans_of(problems, lambda problem: [Scheduler(problem).best(kinds)], self.situation.unbuilt)
         best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
         return best.with_estimate(latency_s=self.ratio_of_others * best.estimate.latency_s)
 
@@ -298,7 +307,7 @@ class ArrivalsJudge(Judge):
             search = Scheduler(replace(problem, constraint=any_rate))
             return Arrivals(search, admitting, only_best=True).settle(kinds).values()
 
-        found = _plans_of(problems, planned)
+        found = _plans_of(problems, planned, self.situation.unbuilt)
         return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
 
     def near(self, nearest_bound_s: float) -> Judge | None:

@@ -101,6 +101,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         pause_s=0.0 if then is None else verdict.pause_s,
         plan_sha256=sha256(then or plan),
         planning_s=time.perf_counter() - started,
+        num_unbuilt=verdict.num_unbuilt,
     )
     return Proposal(decision, then)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 import numpy as np
@@ -33,6 +33,7 @@ class Situation:
         arrival_rate_per_s: observed arrival rate, or None if not known.
         reuse: observed prefix reuse. None means the plan's expected reuse.
         goodput: share of requests that kept their bounds, or None if not known.
+        unbuilt: reasons why candidates could not be built. Every judgement of the situation adds to them.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Situation:
     arrival_rate_per_s: float | None = None
     reuse: ObservedReuse | None = None
     goodput: float | None = None
+    unbuilt: list[str] = field(default_factory=list)
 
     @property
     def misses(self) -> bool:

@@ -142,6 +142,21 @@ class Grid:
         return row
 
 
+def rising(surface: Surface) -> Surface:
+    """Return the surface with times that never fall with the length: the mean of the lowest such surface above it and
+    the highest below it.
+
+    The attention of a prompt that is partly in the cache is a difference of two lengths, which uneven measurements
+    would make negative.
+    """
+    seconds = np.asarray(surface.seconds)
+    above = np.maximum.accumulate(seconds, axis=1)
+    if (above == seconds).all():
+        return surface
+    below = np.flip(np.minimum.accumulate(np.flip(seconds, 1), axis=1), 1)
+    return surface.but(seconds=tuple(map(tuple, ((above + below) / 2).tolist())))
+
+
 def _level(points: Array, seconds: Array) -> Array:
     """Return the seconds at twice the last point, extrapolated along the last segment, or constant if this segment
     falls.
@@ -246,7 +261,7 @@ class GroupTables:
         layer = profile.layer(*group)
         self.rest = Line.of(layer.rest)
         self.last = self.rest if layer.last is None else Line.of(layer.last)
-        self.encode = Grid(layer.encode_attention)
+        self.encode = Grid(rising(layer.encode_attention))
         self.decode = Grid(layer.decode_attention)
         self.head = Line.of(profile.head_of(degree))
         self.cross = None if layer.cross is None else Grid(layer.cross.attention)
@@ -254,7 +269,7 @@ class GroupTables:
         if profile.encoder_layers:
             encoder = profile.encoder_layer(degree)
             self.encoder_rest = Line.of(encoder.rest)
-            self.encoder = Grid(encoder.attention)
+            self.encoder = Grid(rising(encoder.attention))
         self._of_prompts: dict[Lengths, Table] = {}
 
     def layers(self, number: int, *, with_last: bool) -> Line:
@@ -266,13 +281,14 @@ class GroupTables:
         """Return the seconds of one layer's attention when prompts are encoded, by number of prompts."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
-            batches, reused = grid.batches[:, None], lengths.reused
+            points, batches, reused = grid.batches, grid.batches[:, None], lengths.reused
             if reused is None:
                 seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
             else:  # the other tokens also attend to the cached ones
                 found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
-                seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
-            self._of_prompts[lengths] = Table(grid.batches, seconds)
+                line = Line(points, (grid(batches, reused.whole) - found) @ reused.probabilities)
+                points, seconds = line.points, line.values
+            self._of_prompts[lengths] = Table(points, seconds)
         return self._of_prompts[lengths]
 
 

@@ -109,7 +109,7 @@ def _most_tokens(lengths: Lengths, requests: Array) -> Array:
     """Return a number of prompt tokens that `requests` requests hardly ever exceed (mean plus four standard
     deviations).
     """
-    variance = lengths.mean_square_input - lengths.mean_input**2
+    variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 
 

@@ -113,6 +113,7 @@ class Decision(Frozen):
         pause_s: seconds for which a change of plan would delay requests.
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
+        num_unbuilt: number of candidates that were skipped, because they could not be built.
     """
 
     at: str
@@ -135,6 +136,7 @@ class Decision(Frozen):
     pause_s: float
     plan_sha256: str
     planning_s: float
+    num_unbuilt: int = 0
 
 
 class FailedJudgement(Frozen):

@@ -84,6 +84,7 @@ class Live:
             },
             "replans": watch.can_replan,
             "judging_since": watch.judging_since,
+            "failures": watch.num_failures,
             "is_redeploying": self._engine.is_emptying,
             "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
             "now": self._figures(),

@@ -101,7 +101,16 @@ class Metrics:
         text = "Seconds that re-planning took for a decision, or until it failed."
         planning_s = self._buckets("xgpt_planning_seconds", text, REQUEST_BUCKETS_S)
 
+        unbuilt = self._counter("xgpt_plan_candidates_unbuilt", "Candidates that re-planning skipped as unusable.")
+        self._gauge(
+            "xgpt_plan_failures",
+            "Number of judgements of the plan that have failed since the last one that did not.",
+            lambda: watch.num_failures,
+        )
+
         def count(decision: Decision | FailedJudgement) -> None:
+            if isinstance(decision, Decision):
+                unbuilt.inc(decision.num_unbuilt)
             replans.labels(decision.action, decision.cause).inc()
             planning_s.observe(decision.planning_s)
 

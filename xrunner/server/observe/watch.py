@@ -96,6 +96,8 @@ def _quantile(seconds: Iterable[float], quantile: float) -> float | None:
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
+RETRY_S, LONGEST_RETRY_S = 30.0, 3600.0
+"""Seconds without judgements after one that failed, and the most seconds to which repeated failures double them."""
 RECORD_EVERY_S = 600.0
 """Seconds between two records of the machine's pace."""
 
@@ -110,11 +112,15 @@ class Watch:
         history: decisions and failed judgements, the latest last.
         judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began. None means that there is
             none.
+        num_failures: number of judgements that have failed since the last decision.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
         self.history: deque[Decision | FailedJudgement] = deque(maxlen=MAX_HISTORY)
         self.judging_since: str | None = None
+        self.num_failures = 0
+        self._retry_s = 0.0
+        """Time before which no judgement begins."""
         self.recent = Recent()
         self.loop_s = 0.0
         """Longest time for which a check has blocked the event loop."""
@@ -286,7 +292,7 @@ class Watch:
         ):
             return
         now_s = time.perf_counter()
-        if not self._observer.is_due(now_s):
+        if now_s < self._retry_s or not self._observer.is_due(now_s):
             return
         now = self._observer.snapshot()
         if now is not None:
@@ -320,10 +326,13 @@ class Watch:
             took_s = time.perf_counter() - begin_s
             failed = FailedJudgement(at=_utc_now(), cause=cause, reason=reason, planning_s=took_s)
             self.history.append(failed)
+            self._retry_s = time.perf_counter() + min(RETRY_S * 2.0**self.num_failures, LONGEST_RETRY_S)
+            self.num_failures += 1
             self.on_decision(failed)
             return
         finally:
             self.judging_since = None
+        self.num_failures = 0
         self.history.append(decision)
         self.on_decision(decision)
         fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}

@@ -20,6 +20,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xgpt.observation import observer
 from xgpt.observation.windows import observe, observe_lengths
+from xrunner.server.observe import watch as watching
 from xrunner.server.observe.watch import Ended, Recent, Watch
 from xscheduler.replanning import replanner
 from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
@@ -104,6 +105,7 @@ def url(planner: FakePlanner) -> Iterator[str]:
 def test_a_change_is_judged_and_every_decision_shown(
     url: str, planner: FakePlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watching, "RETRY_S", 0.0)
     assert get(url, "/plan").json()["observed"] is None
     with pytest.raises(MachineError, match="too few requests have ended"):
         observe_source(fake_plan(), url)
@@ -165,6 +167,11 @@ def test_a_judgement_that_runs_is_shown_and_a_failure_always_has_a_reason() -> N
         live = get(url, "/live").json()
         assert [(each["action"], each["reason"]) for each in live["decisions"]] == [("failed", "MachineError")]
         assert live["judging_since"] is None
+        assert live["failures"] == 1 and "xgpt_plan_failures 1.0" in get(url, "/metrics").text
+        ask(url, 130, 60)
+        time.sleep(0.6)
+        ask(url, 32, 60)
+        assert len(get(url, "/plan/history").json()) == 1, "a judgement that failed is not repeated at once"
 
 
 @pytest.mark.parametrize(

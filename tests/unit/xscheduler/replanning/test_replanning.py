@@ -1,6 +1,7 @@
 """A running plan under other lengths: its figures against the simulated engine, and the decision to change it."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from xgpt.core.schema import (
     Constraint,
     Histogram,
     Observation,
+    ObservedReuse,
     Pinned,
     Plan,
     Profile,
@@ -109,6 +111,22 @@ def test_longer_outputs_break_the_bound_and_a_swap_keeps_it() -> None:
     assert verdict.pause_s == 0
     again = judge(verdict.plan, PROFILE, lengths, 400)
     assert not again.switch
+
+
+def test_a_candidate_that_cannot_be_built_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of one division of memory ended the judgement."""
+    plan = plan_of("rra", 4.0)
+    reuse = ObservedReuse(share=0.5, sizes=(1000.0,), shares=(0.5,), most=0.5)
+    found = observe_lengths([60] * 400, [20] * 400, plan.workload).but(reuse=reuse)
+    best = Scheduler.best
+
+    def fails_with_reuse(self: Scheduler, kinds: Sequence[str]) -> Plan:
+        made = best(self, kinds)
+        return made if self.problem.reused is None else Plan.model_validate(made.model_dump() | {"replicas": -1})
+
+    monkeypatch.setattr(Scheduler, "best", fails_with_reuse)
+    decision, _ = propose(plan, PROFILE, found)
+    assert decision.num_unbuilt > 0 and decision.best is not None
 
 
 def test_a_loss_within_the_terms_is_left_alone() -> None:
