@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, combinations, count, repeat
+from itertools import chain, combinations, repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,8 @@ from xgpt.core.schema import Curve, ModelSpec
 from xprofiler.bench import BLOCK_SIZE, Timings, seconds_by_threads
 from xprofiler.encoder_decoder import bench_of
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cluster.tensors import RankGroup, Traffic
+from xrunner.cluster.links import TRANSFERS, Links, Wires, WorkerWires
+from xrunner.cluster.tensors import Fabric, Nccl, RankGroup, RawGroup, Traffic
 from xrunner.cores import take_cores
 from xrunner.parallel import Part
 from xrunner.transfer import Moving, Piece
@@ -50,7 +51,7 @@ Meet = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class RanksTask:
-    """The task that every rank gets. Ranks find each other through the file `store`."""
+    """The task that every rank gets. Over NCCL, ranks find each other through the file `store`."""
 
     settings: WorkerSettings
     num_devices: int
@@ -113,11 +114,14 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
     for a, b in combinations(range(task.num_devices), 2):
         for rank, end in zip((a, b), context.Pipe(), strict=True):
             ends[rank].append(end)
+    wires = Wires(0, task.num_devices)
     ranks = [
-        context.Process(target=_run, args=(task, *each), daemon=True) for each in zip(count(), ends, repeat(sender))
+        context.Process(target=_run, args=(task, *each), daemon=True)
+        for each in zip(wires.of_workers, ends, repeat(sender))
     ]
     for process in ranks:
         process.start()
+    wires.keep(None)
     for end in (sender, *chain.from_iterable(ends)):
         end.close()
     try:
@@ -136,24 +140,28 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
             process.join()
 
 
-def _run(task: RanksTask, rank: int, others: Sequence[Connection], sender: Connection) -> None:
+def _run(task: RanksTask, wires: WorkerWires, others: Sequence[Connection], sender: Connection) -> None:
     """Run one rank, with a connection to each other rank. The first rank sends the results."""
-    spec, threads = task.settings.spec, task.settings.threads
+    spec, threads, rank = task.settings.spec, task.settings.threads, wires.worker
     meet = partial(_meet, others)
-    interface = interface_of(HOST)
-    if interface is not None:
-        os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    store = dist.FileStore(task.store, task.num_devices)
-    dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
+    links = Links.of_machine(wires)
+    fabric: Fabric = links
+    if task.settings.device != "cpu":
+        os.environ["NCCL_SOCKET_IFNAME"] = interface_of(HOST) or ""
+        torch.cuda.set_device(rank)
+        fabric = Nccl(dist.FileStore(task.store, task.num_devices), rank, task.num_devices)
+    mean_of_ranks = partial(_mean_of_ranks, links.group(range(task.num_devices)))
     by_group: dict[tuple[int, int], Timings] = {}
     for number, (degree, ep) in enumerate(task.groups):
         num_groups = task.num_devices // degree
-        of_ranks = [dist.new_group(list(range(at * degree, (at + 1) * degree))) for at in range(num_groups)]
+        of_ranks = [fabric.group(range(at * degree, (at + 1) * degree)) for at in range(num_groups)]
         is_grouped = degree > 1 and rank < num_groups * degree
         part, group = Part.whole(spec), None
         if is_grouped:
             part = replace(part, rank=rank % degree, degree=degree, ep=ep)
-            group = RankGroup(of_ranks[rank // degree], rank % degree, degree, Traffic())
+            raw = of_ranks[rank // degree]
+            assert raw is not None
+            group = RankGroup(raw, rank % degree, degree, Traffic())
         worker = build_worker(
             replace(task.settings, device=_device(task, rank), threads=threads), part=part, group=group
         )
@@ -165,18 +173,18 @@ def _run(task: RanksTask, rank: int, others: Sequence[Connection], sender: Conne
         with torch.inference_mode():
             bench = bench_of(worker)(worker, report, meet, in_group=degree > 1, is_brief=task.is_brief)
             if threads is not None and not by_group:
-                seconds = _mean_of_ranks(seconds_by_threads(bench, rank, task.num_devices))
+                seconds = mean_of_ranks(seconds_by_threads(bench, rank, task.num_devices))
                 threads = min(seconds, key=seconds.__getitem__)
                 torch.set_num_threads(threads)
                 take_cores(rank, task.num_devices)
-            by_group[degree, ep] = _mean_of_ranks(bench.measure(), counts=is_grouped or degree == 1)
+            by_group[degree, ep] = mean_of_ranks(bench.measure(), counts=is_grouped or degree == 1)
         if degree == 1:
-            hop = _curve(HOP_TOKENS, partial(_hop, task, rank, meet))
-            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, meet, worker))
+            hop = _curve(HOP_TOKENS, partial(_hop, task, rank, meet, fabric))
+            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, meet, links, worker))
         del worker
     if rank == 0:
         sender.send(Together(threads, by_group, hop, transfer))
-    dist.barrier()
+    meet()
 
 
 def _curve(points: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
@@ -189,33 +197,36 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function. This takes one process switch per rank, while torch.distributed's
-    barrier takes four.
-    """
+    """Wait until all ranks have called this function."""
     for other in others:
         other.send_bytes(b".")
     for other in others:
         other.recv_bytes()
 
 
-def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
+def _mean_of_ranks(group: RawGroup | None, measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
     """Return the mean of each point over those ranks that pass `counts` as true."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
-    dist.all_reduce(of_all)
+    assert group is not None
+    group.add_up(of_all)
     *times, number = of_all.tolist()
     return {key: time / number for key, time in zip(measured, times, strict=True)}
 
 
-def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
+def _hop(task: RanksTask, rank: int, meet: Meet, fabric: Fabric, num_tokens: int) -> float:
     """Return the seconds to send hidden states to another device: half of a round trip."""
     settings = task.settings
     dtype = state_dtype(settings.dtype, settings.device)
     hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
-    send, receive = partial(dist.send, hidden, 1 - rank), partial(dist.recv, hidden, 1 - rank)
+
+    def send() -> None:
+        fabric.send(hidden, 1 - rank).wait()
+
+    receive = partial(fabric.receive, hidden, 1 - rank)
     return _there_and_back(rank, meet, send, receive) / 2
 
 
-def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
+def _transfer(rank: int, meet: Meet, links: Links, worker: Worker, num_tokens: int) -> float:
     """Return the seconds to transfer the K/V of `num_tokens` tokens, in all layers, to another worker.
 
     It is half of a round trip through host memory. For an encoder-decoder, encoder outputs with as many elements are
@@ -231,10 +242,10 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
     received = cargo.empty(piece, prompt)
 
     def send() -> None:
-        dist.send(cargo.read(piece, prompt), 1 - rank)
+        links.of(1 - rank, TRANSFERS).send(cargo.read(piece, prompt)).wait()
 
     def receive() -> None:
-        dist.recv(received, 1 - rank)
+        links.of(1 - rank, TRANSFERS).receive(received)
         cargo.write(piece, prompt, received)
 
     return _there_and_back(rank, meet, send, receive) / 2

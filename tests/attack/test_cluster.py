@@ -129,7 +129,6 @@ def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: 
 @pytest.mark.point(3)
 @pytest.mark.long
 def test_noise_at_inner_ports_does_no_harm(target: Target) -> None:
-    """Gloo's ports included, which take no credentials: what they are told once all pairs are joined is of no use."""
     with target.felt() as felt, ExitStack() as opened:
         for port in inner_ports(target):
             for noise in (

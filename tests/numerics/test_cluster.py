@@ -1,4 +1,4 @@
-"""Greedy tokens of worker processes over Gloo are those of one process: whatever the stages, lanes and policy.
+"""Greedy tokens of worker processes are those of one process: whatever the stages, lanes and policy.
 
 Requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
 here; a few cases stand for all others, which take minutes.

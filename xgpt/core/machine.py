@@ -14,7 +14,7 @@ from xgpt.core.io import config_names, configs_dir, load_cluster_yaml, parse
 from xgpt.core.schema import ClusterSpec, DeviceKind, Link
 
 LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
-"""Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
+"""Link between processes of one machine. The figures are orders of magnitude, since there is no datasheet."""
 
 GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
 """Names of configs by the names that drivers report. The table lists abbreviated names, and names that state the CPU's

@@ -18,6 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from xrunner.cluster.launching import ALIVE_S, Exited, LauncherSettings, StartWorkers, Working
+from xrunner.cluster.links import Wires, WorkerWires
 from xrunner.cluster.process import ProcessSettings, main
 
 READ_BYTES = 1 << 16
@@ -61,14 +62,16 @@ class Launcher:
     def _start(self, order: StartWorkers) -> None:
         self._end()
         self._epoch = order.epoch
-        for local in range(order.count):
-            worker = order.first + local
+        wires = Wires(order.first, order.count)
+        for local, own in enumerate(wires.of_workers):
             process = os.fork()
             if not process:
-                self._run_worker(worker, local, order)
-            self._workers[process] = worker
+                wires.keep(own)
+                self._run_worker(own.worker, local, order, own)
+            self._workers[process] = own.worker
+        wires.keep(None)
 
-    def _run_worker(self, worker: int, local: int, order: StartWorkers) -> NoReturn:
+    def _run_worker(self, worker: int, local: int, order: StartWorkers, wires: WorkerWires) -> NoReturn:
         """Run a worker in this process, which has just been forked."""
         try:
             signal.set_wakeup_fd(-1)
@@ -76,7 +79,7 @@ class Launcher:
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
             os.close(self._output)
-            main(ProcessSettings(self._settings, worker, local, order), os.getppid())
+            main(ProcessSettings(self._settings, worker, local, order, wires), os.getppid())
         except BaseException:
             traceback.print_exc()
         finally:

@@ -135,7 +135,7 @@ class LauncherProcess:
                 f"no network interface of this machine has the address {settings.host}, to which the workers' sockets "
                 "must bind; start Ray here with an address of this machine as --node-ip-address"
             )
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        environment = os.environ | {"NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):
             # NCCL would print a long message for every lost peer.
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

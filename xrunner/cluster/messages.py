@@ -21,12 +21,13 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 class Deploy(_Message):
     """Build the worker's part of `deployment` (JSON). From then on, forward control messages to `forwards_to`, and
-    report ended steps to `answers_to`.
+    report ended steps to `answers_to`. Meet workers of other machines at `links`.
     """
 
     deployment: bytes
     forwards_to: list[str]
     answers_to: str
+    links: list[str] = []
 
 
 class Prepare(_Message):
@@ -126,12 +127,15 @@ class StoreCall(_Message):
 
 
 class Hello(_Message):
-    """A worker has started. It receives forwarded messages at `inbox`."""
+    """A worker has started. It receives forwarded messages at `inbox`, and meets workers of other machines at
+    `address`.
+    """
 
     worker: int
     epoch: int
     pid: int
     inbox: str
+    address: str = ""
 
 
 class Loaded(_Message):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import torch
-import torch.distributed as dist
 import zmq
 
 from xgpt.core.errors import MachineError, XgptError
@@ -21,9 +20,11 @@ from xrunner.build import build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherSettings, StartWorkers
+from xrunner.cluster.links import Links, WorkerWires
+from xrunner.cluster.meeting import Meeting
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
-from xrunner.cluster.tensors import Move, Mover, RankPipe, Traffic, stage_groups
+from xrunner.cluster.tensors import Fabric, Move, Mover, Nccl, RankPipe, Traffic, stage_group
 from xrunner.cores import take_cores
 from xrunner.transfer import Cargo, Moving
 from xrunner.weights import state_dtype
@@ -42,12 +43,14 @@ class ProcessSettings:
         worker: number of the worker.
         local: index of the worker on its machine.
         started: the order that started the worker.
+        wires: its links to the other workers of its machine.
     """
 
     launcher: LauncherSettings
     worker: int
     local: int
     started: StartWorkers
+    wires: WorkerWires
 
     @property
     def secret(self) -> Secret:
@@ -59,11 +62,16 @@ def main(settings: ProcessSettings, parent: int) -> None:
     end_with_parent(parent)
     worker = settings.worker
     traffic = Traffic()
+    launcher, started = settings.launcher, settings.started
+    meeting = None
+    if started.total > started.count:
+        meeting = Meeting(launcher.secret, launcher.host, started.epoch, worker)
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
-    executing = Executing(settings, orders, traffic)
+    executing = Executing(settings, orders, traffic, meeting)
     compiling = Compiling(settings, executing.prepare)
     compiling.start()
-    ControlPlane(settings, orders, compiling.orders, traffic, executing.move).start()
+    address = "" if meeting is None else meeting.address
+    ControlPlane(settings, orders, compiling.orders, traffic, executing.move, address).start()
     try:
         executing.run()
     except Exception as error:
@@ -74,22 +82,6 @@ def main(settings: ProcessSettings, parent: int) -> None:
         os._exit(1)
 
 
-def _connect(settings: ProcessSettings) -> EngineStore:
-    """Join torch.distributed's group of all workers. The caller must keep the returned store alive."""
-    address = settings.launcher
-    store = EngineStore(settings.secret, address.host, address.engine, settings.started.epoch)
-    dist.init_process_group(
-        _backend(settings.started.count), store=store, rank=settings.worker, world_size=settings.started.total
-    )
-    return store
-
-
-def _backend(workers_here: int) -> str:
-    """Return torch.distributed's backend. Without a GPU for each worker, it is only Gloo, since NCCL requires one."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
-
-
 class ControlPlane(threading.Thread):
     """Receives control messages, forwards them and queues them for `Executing`. Reports regularly that the worker is
     running.
@@ -97,6 +89,7 @@ class ControlPlane(threading.Thread):
     Args:
         compiling: the queue of `Compiling`.
         move: begins a transfer, without waiting for steps that were queued earlier.
+        address: where workers of other machines meet this one.
     """
 
     def __init__(
@@ -106,8 +99,10 @@ class ControlPlane(threading.Thread):
         compiling: SimpleQueue[m.Prepare | m.Forget],
         traffic: Traffic,
         move: Callable[[m.Transfer], None],
+        address: str = "",
     ) -> None:
         super().__init__(name="control", daemon=True)
+        self._address = address
         self._move = move
         self._settings = settings
         self._orders = orders
@@ -120,7 +115,7 @@ class ControlPlane(threading.Thread):
         engine = sockets.connect(zmq.DEALER, settings.launcher.engine, f"worker {epoch}.{worker}".encode())
         inbox, endpoint = sockets.bind(zmq.PULL)
         peers: list[zmq.Socket[bytes]] = []
-        engine.send(m.encode(m.Hello(worker, epoch, os.getpid(), endpoint)))
+        engine.send(m.encode(m.Hello(worker, epoch, os.getpid(), endpoint, self._address)))
         poller = zmq.Poller()
         poller.register(engine, zmq.POLLIN)
         poller.register(inbox, zmq.POLLIN)
@@ -188,7 +183,13 @@ class Compiling(threading.Thread):
 class Executing:
     """Executes orders one after the other. All workers of a lane get them in the same order."""
 
-    def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        orders: SimpleQueue[m.ToWorker],
+        traffic: Traffic,
+        meeting: Meeting | None = None,
+    ) -> None:
         self._settings = settings
         self._number = settings.worker
         self._orders = orders
@@ -196,7 +197,9 @@ class Executing:
         self._device_index = settings.launcher.first_device + settings.local
         self._sockets = Sockets(settings.secret, settings.launcher.host)
         self._engine = self._sockets.connect(zmq.DEALER, settings.launcher.engine)
-        self._store: EngineStore | None = None
+        self._meeting = meeting
+        self._links: Links | None = None
+        self._nccl: Nccl | None = None
         self._answers: zmq.Socket[bytes] | None = None
         self._worker: Worker | None = None
         self._is_answering = False
@@ -221,7 +224,7 @@ class Executing:
     def _deploy(self, order: m.Deploy) -> None:
         started = time.perf_counter()
         try:
-            self._build(Deployment.model_validate_json(order.deployment), order.answers_to)
+            self._build(Deployment.model_validate_json(order.deployment), order.answers_to, order.links)
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
@@ -235,12 +238,11 @@ class Executing:
             return
         self._engine.send(m.encode(m.Loaded(self._number, time.perf_counter() - started)))
 
-    def _build(self, deployment: Deployment, answers_to: str) -> None:
+    def _build(self, deployment: Deployment, answers_to: str, addresses: list[str]) -> None:
         self._clear()
-        if self._store is None:
-            self._store = _connect(self._settings)
-        group = stage_groups(deployment, self._number, self._traffic)
-        transfers = dist.new_group(backend="gloo") if deployment.lane("decode") else None
+        links = self._links = self._links or self._connected(addresses)
+        fabric = self._fabric(links, deployment.settings.device)
+        group = stage_group(fabric, deployment, self._number, self._traffic)
         if self._number >= deployment.num_workers:
             return  # nothing to do this time
         role = deployment.role(self._number)
@@ -249,7 +251,9 @@ class Executing:
         if device == "cuda" and torch.cuda.is_available():
             device = f"cuda:{self._device_index % torch.cuda.device_count()}"
             torch.cuda.set_device(device)
-        pipe = RankPipe(role, settings.spec.hidden_size, state_dtype(settings.dtype, device), device, self._traffic)
+        pipe = RankPipe(
+            fabric, role, settings.spec.hidden_size, state_dtype(settings.dtype, device), device, self._traffic
+        )
         self._worker = build_worker(
             replace(settings, num_blocks=role.kv_blocks, device=device, threads=settings.threads or 1),
             part=role.part,
@@ -261,14 +265,36 @@ class Executing:
         self._answers = self._sockets.connect(zmq.PUSH, answers_to)
         self._is_answering = role.reports
         self._lane = deployment.stages[role.number].lane
-        if transfers is not None:
+        if deployment.lane("decode"):
             moved = self._tell_moved(answers_to) if self._lane == "decode" else lambda number: None
             self._cargo = self._worker.cargo(role.part)
             self._num_transfers = 0
-            self._mover = Mover(self._cargo, deployment, self._number, transfers, self._traffic, moved)
+            self._mover = Mover(self._cargo, deployment, self._number, links, self._traffic, moved)
             self._mover.start()
         warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
         self._traffic.busy_s = 0.0  # so far, only waiting was counted
+
+    def _connected(self, addresses: list[str]) -> Links:
+        """Return the links to all other workers, once those of other machines have met this one."""
+        wires = self._settings.wires
+        links = Links.of_machine(wires)
+        if self._meeting is not None:
+            here = range(wires.first, wires.first + wires.count)
+            away = {worker: address for worker, address in enumerate(addresses) if worker not in here}
+            for worker, ends in self._meeting.join(away).items():
+                links.add(worker, ends)
+        return links
+
+    def _fabric(self, links: Links, device: str) -> Fabric:
+        """Return NCCL if each worker of this machine has a GPU, or else the links."""
+        gpus = torch.cuda.device_count() if device == "cuda" and torch.cuda.is_available() else 0
+        if gpus < self._settings.started.count:
+            return links
+        if self._nccl is None:
+            address, started = self._settings.launcher, self._settings.started
+            store = EngineStore(self._settings.secret, address.host, address.engine, started.epoch)
+            self._nccl = Nccl(store, self._number, started.total)
+        return self._nccl
 
     def _clear(self) -> None:
         """Free the memory of the previous deployment."""

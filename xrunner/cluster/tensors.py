@@ -1,4 +1,4 @@
-"""Exchange tensors between workers through torch.distributed: all-reduces within a stage, hidden states between stages,
+"""Exchange tensors between workers: all-reduces within a stage, hidden states between stages,
 and K/V (or encoder outputs) from WAA's encode lane to its decode lane. K/V and encoder outputs are sent in a separate
 thread.
 """
@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xrunner.cluster.deployment import Deployment, Role
+from xrunner.cluster.links import TRANSFERS, Links, Sending
 from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
@@ -46,39 +47,102 @@ class Traffic:
         self.tensor_bytes += copies * tensor.numel() * tensor.element_size()
 
 
-@dataclass
-class RankGroup:
-    """A `parallel.Group` whose ranks are the workers of a torch.distributed process group."""
+class RawGroup(Protocol):
+    """Exchanges tensors among workers. All must call the same methods in the same order."""
 
-    group: dist.ProcessGroup
-    rank: int
-    degree: int
-    traffic: Traffic
-
-    def add_up(self, x: Tensor) -> Tensor:
-        self.traffic.count(x)
-        dist.all_reduce(x, group=self.group)
-        return x
+    def add_up(self, x: Tensor) -> None:
+        """Replace `x` by the sum over all ranks."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        self.traffic.count(x)
+        """Return every rank's tensor, by rank."""
+
+
+class Fabric(Protocol):
+    """What carries hidden states between workers: `links.Links`, or NCCL."""
+
+    def send(self, tensor: Tensor, worker: int) -> Sending:
+        """Send a contiguous tensor without waiting. It must not change until the sending has ended."""
+
+    def receive(self, tensor: Tensor, worker: int) -> None:
+        """Wait for a tensor of this shape, and write it into `tensor`."""
+
+    def group(self, workers: Sequence[int]) -> RawGroup | None:
+        """Return a group of these workers, or None if this worker is not one of them. All workers must call this at the
+        same time.
+        """
+
+
+class Nccl:
+    """A `Fabric` between GPUs, on torch.distributed's default group."""
+
+    def __init__(self, store: dist.Store, rank: int, total: int) -> None:
+        self._store = store  # torch's C++ wrapper does not keep it alive
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=total)
+
+    def send(self, tensor: Tensor, worker: int) -> Sending:
+        work = dist.isend(tensor, worker)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, worker: int) -> None:
+        dist.recv(tensor, worker)
+
+    def group(self, workers: Sequence[int]) -> _NcclGroup | None:
+        group = dist.new_group(list(workers))
+        return _NcclGroup(group, len(workers)) if dist.get_rank() in workers else None
+
+
+@dataclass
+class _NcclGroup:
+    group: dist.ProcessGroup
+    degree: int
+
+    def add_up(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(x) for _ in range(self.degree)]
         dist.all_gather(gathered, x, group=self.group)
         return gathered
 
 
 @dataclass
+class RankGroup:
+    """A `parallel.Group` whose ranks are workers. It counts what they exchange."""
+
+    raw: RawGroup
+    rank: int
+    degree: int
+    traffic: Traffic
+
+    def add_up(self, x: Tensor) -> Tensor:
+        self.traffic.count(x)
+        if x.is_contiguous():
+            self.raw.add_up(x)
+        else:
+            whole = x.contiguous()
+            self.raw.add_up(whole)
+            x.copy_(whole)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.traffic.count(x)
+        return self.raw.gather(x.contiguous())
+
+
+@dataclass
 class RankPipe:
     """A `stage.Pipe` that sends hidden states between workers."""
 
+    fabric: Fabric
     role: Role
     hidden_size: int
     dtype: torch.dtype
     device: str
     traffic: Traffic
-    _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _under_way: deque[tuple[Sending, Tensor]] = field(default_factory=deque)
     """Unfinished sends and their tensors, which must not change until they have been received."""
-    _memories: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _memories: deque[tuple[Sending, Tensor]] = field(default_factory=deque)
 
     def receive(self, num_rows: int) -> Tensor:
         assert self.role.receives_from is not None
@@ -98,34 +162,30 @@ class RankPipe:
     def _receive(self, worker: int, num_rows: int) -> Tensor:
         received = torch.empty(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
         started = time.perf_counter()
-        dist.recv(received, worker)
+        self.fabric.receive(received, worker)
         self.traffic.busy_s -= time.perf_counter() - started
         return received
 
     def _send(
-        self, tensor: Tensor, workers: tuple[int, ...], under_way: deque[tuple[dist.Work, Tensor]], most: int
+        self, tensor: Tensor, workers: tuple[int, ...], under_way: deque[tuple[Sending, Tensor]], most: int
     ) -> None:
         tensor = tensor.contiguous()
         self.traffic.count(tensor, len(workers))
         for worker in workers:
-            work = dist.isend(tensor, worker)
-            assert work is not None
-            under_way.append((work, tensor))
+            under_way.append((self.fabric.send(tensor, worker), tensor))
         while len(under_way) > most:
             under_way.popleft()[0].wait()
 
 
-def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
+def stage_group(fabric: Fabric, deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
     """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this at
     the same time.
     """
-    own_groups = None
+    own_group = None
     for stage in deployment.stages:
-        if stage.tp > 1:
-            group = dist.new_group(list(stage.devices))
-            if worker in stage.devices:
-                own_groups = RankGroup(group, stage.devices.index(worker), stage.tp, traffic)
-    return own_groups
+        if stage.tp > 1 and (raw := fabric.group(stage.devices)) is not None:
+            own_group = RankGroup(raw, stage.devices.index(worker), stage.tp, traffic)
+    return own_group
 
 
 class Move(NamedTuple):
@@ -139,7 +199,7 @@ class Mover(threading.Thread):
     """A thread that carries out transfers, one after the other.
 
     Args:
-        group: a process group of all workers, used only for transfers, so that they never wait for hidden states.
+        links: transfers have streams of their own, so that they never wait for hidden states.
         moved: called in this thread with a transfer's number, once this worker's part of the transfer is done.
     """
 
@@ -148,14 +208,14 @@ class Mover(threading.Thread):
         cargo: Cargo,
         deployment: Deployment,
         worker: int,
-        group: dist.ProcessGroup,
+        links: Links,
         traffic: Traffic,
         moved: Callable[[int], None],
     ) -> None:
         super().__init__(name="K/V transfer", daemon=True)
         self._worker = worker
         self._cargo = cargo
-        self._group = group
+        self._links = links
         self._traffic = traffic
         self._moved = moved
         self._orders: SimpleQueue[Move | None] = SimpleQueue()
@@ -188,9 +248,9 @@ class Mover(threading.Thread):
     def _send(self, piece: Piece, requests: list[Moving]) -> None:
         contents = self._cargo.read(piece, requests)
         self._traffic.count(contents)
-        dist.send(contents, piece.receiver, group=self._group)
+        self._links.of(piece.receiver, TRANSFERS).send(contents).wait()
 
     def _receive(self, piece: Piece, requests: list[Moving]) -> None:
         contents = self._cargo.empty(piece, requests)
-        dist.recv(contents, piece.sender, group=self._group)
+        self._links.of(piece.sender, TRANSFERS).receive(contents)
         self._cargo.write(piece, requests, contents)

@@ -187,12 +187,13 @@ class Workers:
         members = self._await_all()
         content = deployment.model_dump_json().encode()
         shared = self._shared
+        links = [members[worker].hello.address for worker in sorted(members)]
         with shared.changed:
             shared.loaded.clear()
         for worker, member in members.items():
             role = deployment.role(worker) if worker < deployment.num_workers else None
             forwards_to = [members[other].hello.inbox for other in (role.forwards_to if role else ())]
-            self._order(member, m.Deploy(content, forwards_to, answers_to))
+            self._order(member, m.Deploy(content, forwards_to, answers_to, links))
 
         def is_over() -> bool:
             is_refused = any(answer.error for answer in shared.loaded.values())
