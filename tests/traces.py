@@ -97,6 +97,30 @@ PUBLIC: dict[str, str] = {
     "millis.csv": f"timestamp,prompt_tokens,completion_tokens\n{T}000,10,2\n{T + 2}000,30,4\n",
     "excel.csv": "time_s;isl;osl\n0,5;10;2\n2,5;30;4\n",
     "pandas.tsv": "timestamp_ms\tinput_tokens\toutput_tokens\n0.0\t10.0\t2.0\n2000.0\t30.0\t4.0\n1.0\t0\t0\n",
+    "bailian.jsonl": lines(
+        *(
+            {"chat_id": chat, "parent_chat_id": -1, "timestamp": at_s, "input_length": i, "output_length": o,
+             "type": "text", "turn": 1, "hash_ids": list(range(-(-i // 16)))}
+            for chat, at_s, i, o in ((0, 0.072, 10, 2), (1, 2.072, 30, 4))
+        )
+    ),
+    "splitwise.csv": "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+    "0,2,0,0.5,1,10,2\n1,2,0,2.5,1,30,4\n",
+    "llmservingsim.jsonl": lines(
+        {"input_toks": 10, "output_toks": 2, "arrival_time_ns": 1, "input_tok_ids": [1]},
+        {"input_toks": 30, "output_toks": 4, "arrival_time_ns": 2 * 10**9 + 1, "input_tok_ids": [1]},
+    ),
+    "sessions.jsonl": lines(
+        {"session_id": "a", "arrival_time_ns": 0, "sub_requests": [{"input_toks": 10, "output_toks": 2}]},
+        {"session_id": "b", "arrival_time_ns": 2 * 10**9, "sub_requests": [{"input_toks": 30, "output_toks": 4}]},
+    ),
+    "guidellm.json": json.dumps(
+        {"benchmarks": [{"config": {"strategy": {"rate": 0.5}}, "requests": {
+            "successful": [
+                {"request_id": "x", "output": "text", "request_start_time": T + s, "prompt_tokens": i,
+                 "output_tokens": o, "input_metrics": {"text_tokens": i}} for s, i, o in ((0, 10, 2), (2, 30, 4))],
+            "errored": [{"prompt_tokens": 99}], "incomplete": []}}]}
+    ),
     "list.json": json.dumps([{"isl": 10, "osl": 2, "arrival_s": 1}, {"isl": 30, "osl": 4, "arrival_s": 3}]),
 }  # fmt: skip
 SAID: dict[str, list[str]] = {
@@ -110,6 +134,9 @@ SAID: dict[str, list[str]] = {
     "azure.csv": [],
     "mooncake.jsonl": ["`timestamp` is read as milliseconds: 2 requests in 2 s"],
     "openai.jsonl": [],
+    "bailian.jsonl": [],
+    "splitwise.csv": [],
+    "guidellm.json": [],
     "excel.csv": [],
 }
 """What is assumed to read some of them, as standard error says it once."""
@@ -120,6 +147,29 @@ def share_gpt() -> str:
     talk = [("human", "a" * 40), ("gpt", "b" * 8), ("human", "c" * 72), ("gpt", "d" * 16), ("gpt", "")]
     turns = [{"from": from_, "value": value} for from_, value in talk]
     return json.dumps([{"id": "x", "conversations": turns}, {"id": "y", "conversations": []}])
+
+
+def lmsys() -> str:
+    """Return the same conversation as `share_gpt`, as LMSYS-Chat-1M has it."""
+    talk = [("user", "a" * 40), ("assistant", "b" * 8), ("user", "c" * 72), ("assistant", "d" * 16)]
+    turns = [{"role": role, "content": content} for role, content in talk]
+    return lines({"conversation_id": "x", "model": "vicuna-13b", "conversation": turns, "turn": 2, "redacted": False})
+
+
+def over_time(page: str) -> str:
+    """Return a page of metrics as Prometheus answers a query over time: each counter grows from 7 by the page's value,
+    and its process restarts halfway.
+    """
+    result = []
+    for line in page.splitlines():
+        if line[:1] != "#":
+            name, _, rest = line.partition("{")
+            written, _, value = rest.rpartition("} ")
+            labels = dict(part.replace('"', "").split("=") for part in written.split(","))
+            half = float(value) / 2
+            values = [[T, "7"], [T + 60, str(7 + half)], [T + 120, str(half)]]
+            result.append({"metric": {"__name__": name, **labels}, "values": values})
+    return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
 
 
 METRICS = """# HELP vllm:request_prompt_tokens Number of prefill tokens processed.

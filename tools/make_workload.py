@@ -21,26 +21,9 @@ from xgpt.core.errors import InputError, XgptError
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Histogram
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import TraceLengths, histogram_of
-
-LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 + np.arange(20) * 0.001])
-"""The bins' lower edges, as values of the cdf. Bins are narrower in the tail, on which latency bounds depend."""
+from xgpt.core.workload import TraceLengths, binned
 
 STRUCTURED: dict[str, Callable[..., TraceLengths]] = {"conversations": conversations, "shared-prompts": shared_prompts}
-
-
-def compact(histogram: Histogram) -> Histogram:
-    """Return a histogram with at most one bin for each of LEVELS, at its mean length, and a bin for the largest
-    length."""
-    lengths, probabilities = np.array(histogram.lengths), np.array(histogram.probabilities)
-    below = np.cumsum(probabilities) - probabilities
-    bins = np.searchsorted(LEVELS, below + 1e-12, side="right")
-    bins[-1] = len(LEVELS) + 1
-    mass = np.bincount(bins, probabilities)
-    total = np.bincount(bins, probabilities * lengths)
-    used = mass > 0
-    means = np.rint(total[used] / mass[used]).astype(int)
-    return Histogram(lengths=tuple(means.tolist()), probabilities=tuple(mass[used].tolist()))
 
 
 def render(name: str, source: str, inputs: Histogram, outputs: Histogram) -> str:
@@ -96,8 +79,7 @@ def main() -> int:
 
 def _lengths(trace: Path, name: str, source: str) -> str:
     lengths = read_lengths(trace)
-    sides = (compact(histogram_of(side)) for side in (lengths.input, lengths.output))
-    return render(name, source, *sides)
+    return render(name, source, binned(lengths.input), binned(lengths.output))
 
 
 def _structured(make: Callable[..., TraceLengths], requests: int, seed: int, **options: float) -> str:

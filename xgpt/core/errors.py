@@ -59,7 +59,7 @@ class InputError(XgptError):
         elif isinstance(value, dict | list | tuple):
             wrong = f"{field} is not accepted"
         else:
-            wrong = f"{field}: {value!r} is not accepted"
+            wrong = f"{field}: {cut(repr(value))} is not accepted"
         super().__init__(f"{wrong}; {accepted}")
         self.field = field
         self.value = value

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import Chain
+from xgpt.core.trace_files import TraceFormat
 
 MOONCAKE_BLOCK = 512
-"""Number of tokens in a block if a trace does not state this number."""
+"""Number of tokens in a block if neither the trace nor its format states this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +76,18 @@ class TracePrefixes:
         )
 
 
-def read_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
+def read_ids(where: str, row: Mapping[str, object], input_length: int, size: int) -> tuple[int, ...]:
     """Return a line's `hash_ids`.
 
     Raises:
         InputError: the ids are not whole numbers, or not one for each block.
     """
-    size = block_size_of(where, row)
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
 
 
-def read_output_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
+def read_output_ids(
+    where: str, row: Mapping[str, object], input_length: int, output_length: int, size: int
+) -> tuple[int, ...]:
     """Return a line's `output_hash_ids`, or an empty tuple if it has none.
 
     Raises:
@@ -93,18 +95,20 @@ def read_output_ids(where: str, row: Mapping[str, object], input_length: int, ou
     """
     if "output_hash_ids" not in row:
         return ()
-    size = block_size_of(where, row)
     count = -(-(input_length + output_length) // size) - input_length // size
     return _ids(f"{where}, output_hash_ids", row["output_hash_ids"], count)
 
 
-def block_size_of(where: str, row: Mapping[str, object]) -> int:
+def block_size_of(where: str, row: Mapping[str, object], form: TraceFormat | None) -> int:
     """Return the number of tokens in each of a line's blocks.
+
+    Args:
+        form: the trace's format, whose size counts if the line states none.
 
     Raises:
         InputError: `block_size` in the line is not a positive whole number.
     """
-    size = row.get("block_size", MOONCAKE_BLOCK)
+    size = row.get("block_size", (form and form.block_size) or MOONCAKE_BLOCK)
     if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
         return size
     raise InputError(f"{where}, block_size", size, "it must be a whole number of tokens, at least 1")

@@ -1,61 +1,38 @@
 """Read the rows of a trace as many tools write them: CSV, JSON or JSON lines, with or without gzip.
 
-The table `NAMES` has all known names of columns with lengths and times. A file's format is identified by its names.
+configs/traces.yaml has all known names of columns with lengths and times. A file's format is identified by its names.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from xgpt.core.errors import InputError, reason_of, similar
+from xgpt.core.errors import InputError, cut, similar
+from xgpt.core.trace_files import (
+    MOST_LINE_BYTES,
+    Role,
+    check_memory,
+    head_of,
+    lines_of,
+    memory_of,
+    names,
+    text_of,
+)
 
-Role = Literal["input", "output", "timestamp", "status"]
-
-NAMES: dict[Role, tuple[str, ...]] = {
-    "input": (
-        "input", "input_length", "input_tokens", "prompt_tokens",  # ours, Mooncake, OpenAI
-        "context_tokens", "contexttokens",  # Azure
-        "request_tokens", "num_prefill_tokens",  # BurstGPT, Vidur
-        "input_sequence_length", "isl", "input_len", "input_lens",  # AIPerf, vLLM
-        "prompt_len", "prompt_length", "num_prompt_tokens", "prompt_token_count", "num_input_tokens",
-        "gen_ai_usage_input_tokens", "gen_ai_usage_prompt_tokens", "llm_usage_prompt_tokens",  # OpenTelemetry
-        "llm_token_count_prompt", "error_isl",
-    ),
-    "output": (
-        "output", "output_length", "output_tokens", "completion_tokens", "generated_tokens", "generatedtokens",
-        "response_tokens", "num_decode_tokens", "output_sequence_length", "osl", "output_token_count", "output_len",
-        "output_lens", "completion_len", "completion_length", "response_length", "num_generation_tokens",
-        "generation_tokens", "num_output_tokens", "completion_token_count",
-        "gen_ai_usage_output_tokens", "gen_ai_usage_completion_tokens", "llm_usage_completion_tokens",
-        "llm_token_count_completion",
-    ),
-    "timestamp": (
-        "timestamp", "timestamp_s", "timestamp_ms", "timestamp_us", "timestamp_ns", "arrival_time", "arrival_time_s",
-        "arrival_time_ms", "arrived_at", "arrival", "arrival_s", "arrival_ms", "request_start_ns",
-        "start_time_unix_nano", "starttimeunixnano", "start_time", "start_times", "start_time_s", "start_time_ms",
-        "created", "created_at", "time", "time_s", "time_ms", "datetime", "date", "ts", "time_iso8601", "msec",
-        "received_at", "timestamp_sec", "timestamp_seconds", "timestamp_millis", "timestamp_milliseconds",
-        "arrival_time_sec", "arrival_time_millis", "start_time_sec", "start_time_millis", "request_time",
-        "request_time_s", "request_time_ms",
-    ),
-    "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
-}  # fmt: skip
-"""Names of columns and fields, as `plain` spells them. If a file has several names of a role, the first in this list
-counts.
-"""
-_ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
 """Mean number of characters in a token, for files that have text but no token counts."""
+MOST_COLUMNS = 4096
+MOST_SPANS = 400_000
+"""Largest number of spans of a file, which are kept until their parents are known."""
 _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+0-9])")
 
 
@@ -66,7 +43,8 @@ class Row(NamedTuple):
         where: the file, with the line or entry in it, for errors.
         timestamp: the request's time as in the file, or None.
         has_failed: whether the HTTP status is an error (400 to 599).
-        fields: all fields, if the row is a JSON object.
+        fields: all fields, if the row is a JSON object. In CSV, only the names are known.
+        time_name: name of the column or field with the time, or "".
     """
 
     where: str
@@ -75,6 +53,7 @@ class Row(NamedTuple):
     timestamp: object
     has_failed: bool = False
     fields: Mapping[str, object] = MappingProxyType({})
+    time_name: str = ""
 
 
 class TraceRows(NamedTuple):
@@ -82,117 +61,119 @@ class TraceRows(NamedTuple):
 
     Attributes:
         rows: one row for each request, including requests without output.
-        time_name: name of the column or field with times, or "".
-        notes: assumptions made to read the file.
+        notes: assumptions made to read the file. They are complete once all rows have been read.
     """
 
     rows: Iterable[Row]
-    time_name: str = ""
-    notes: tuple[str, ...] = ()
+    notes: list[str]
 
 
+@cache
+def _roles() -> dict[str, tuple[Role, int]]:
+    return {name: (role, i) for role, all_ in names().roles.items() for i, name in enumerate(all_)}
+
+
+@lru_cache(maxsize=MOST_COLUMNS)
 def plain(name: str) -> str:
-    """Return a name in the spelling of `NAMES`, such as request_tokens for "Request tokens"."""
+    """Return a name in the spelling of configs/traces.yaml, such as request_tokens for "Request tokens"."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip())
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
-
-
-def read_text(path: Path, field: str) -> str:
-    """Return the text of a file. A file whose name ends in .gz is decompressed.
-
-    Raises:
-        InputError: the file cannot be read, or is not text.
-    """
-    try:
-        content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise InputError(field, str(path), "it is not a complete gzip file: fetch or compress it again") from None
-    except UnicodeDecodeError as error:
-        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; save it as UTF-8") from None
-    except OSError as error:
-        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; give another file") from None
 
 
 def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace, after identifying its format.
 
     Raises:
-        InputError: the trace is in no known format. The message names the file, and the line if possible.
+        InputError: the trace is in no known format. The message names the file, and the line if possible. Also raised
+            while rows are read.
     """
-    text = read_text(path, field)
-    if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
-        text.lstrip()[:1] == "{"
-    ):
-        try:
-            return _json_rows(path, text)
-        except (KeyError, TypeError, AttributeError):
-            accepted = "xgpt does not know its format: give CSV with the header input,output"
-            raise InputError(field, str(path), accepted) from None
-    if is_metrics(text):
+    head = head_of(path, field)
+    first = head.splitlines()[0] if head else ""
+    if is_metrics(head):
         accepted = "it has histograms, not requests: give it as --workload of `xgpt plan`"
         raise InputError(field, str(path), accepted)
-    return _csv_rows(path, text)
+    if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
+        first[:1] == "{"
+    ):
+        try:
+            found = _json_rows(path, field, first)
+        except (KeyError, TypeError, AttributeError):
+            raise _unknown(path, field) from None
+        return found._replace(rows=_known(path, field, found.rows))
+    return _csv_rows(path, field, first)
+
+
+def _known(path: Path, field: str, rows: Iterable[Row]) -> Iterator[Row]:
+    try:
+        yield from rows
+    except (KeyError, TypeError, AttributeError):
+        raise _unknown(path, field) from None
+
+
+def _unknown(path: Path, field: str) -> InputError:
+    return InputError(field, str(path), "xgpt does not know its format: give CSV with the header input,output")
 
 
 def is_metrics(text: str) -> bool:
-    """Return whether a text is a page of Prometheus metrics."""
-    return bool(_METRIC.match(text.lstrip()))
+    """Return whether a text is a page of Prometheus metrics, or the JSON of a query for their values over time."""
+    return bool(_METRIC.match(text)) or (text[:1] == "{" and '"resultType"' in text[:300])
 
 
 # --- CSV
 
 
-def _csv_rows(path: Path, text: str) -> TraceRows:
-    first = next((line for line in text.splitlines() if line.strip()), "")
+def _csv_rows(path: Path, field: str, first: str) -> TraceRows:
+    if (count := max(first.count(mark) for mark in DELIMITERS) + 1) > MOST_COLUMNS:
+        raise InputError(f"{path}, header", f"{count} columns", f"a trace may have at most {MOST_COLUMNS} columns")
     delimiter = max(DELIMITERS, key=lambda mark: (len(_columns(first.split(mark))), first.count(mark)))
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    reader = csv.reader(lines_of(path, field), delimiter=delimiter)
     header: list[str] | None = None
     for cells in reader:
         if any(cell.strip() for cell in cells):
             header = cells
             break
     if header is None:
-        return TraceRows(())
+        return TraceRows((), [])
     columns = _columns(header)
     needed: tuple[Role, ...] = ("input", "output")
     if missing := [role for role in needed if role not in columns]:
-        known = NAMES[missing[0]]
-        unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES and "char" not in plain(cell)]
+        known = names().roles[missing[0]]
+        unknown = [cell.strip() for cell in header if plain(cell) not in _roles() and "char" not in plain(cell)][:64]
         near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
-        hint = "" if near is None else f"; if {near[0]!r} is that column, call it {near[1]}"
+        hint = "" if near is None else f"; if {cut(near[0], 40)!r} is that column, call it {near[1]}"
         accepted = f"xgpt finds no column with the {missing[0]} length: call it {known[0]} or {known[3]}{hint}"
-        raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
-    time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
-    return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)
+        raise InputError(f"{path}, line {reader.line_num}", cut(delimiter.join(header)), accepted)
+    return TraceRows(_cells(str(path), reader, columns, header, delimiter), [])
 
 
 def _columns(header: list[str]) -> dict[Role, int]:
     """Return the position of each role's column."""
-    found: dict[Role, tuple[int, int]] = {}
+    known_roles, found = _roles(), dict[Role, tuple[int, int]]()
     for position, cell in enumerate(header):
-        if (known := _ROLES.get(plain(cell))) is not None and known[1] < found.get(known[0], (len(_ROLES), 0))[0]:
+        if (known := known_roles.get(plain(cell))) is not None and (
+            known[1] < found.get(known[0], (len(known_roles), 0))[0]
+        ):
             found[known[0]] = known[1], position
     return {role: position for role, (_, position) in found.items()}
 
 
-def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimiter: str) -> Iterator[Row]:
+def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], delimiter: str) -> Iterator[Row]:
+    width, fields = len(header), MappingProxyType(dict.fromkeys(map(plain, header)))
+    input_, output, timestamp, status = (columns.get(role, -1) for role in ("input", "output", "timestamp", "status"))
+    time_name = header[timestamp].strip() if timestamp >= 0 else ""
     try:
         for cells in reader:
-            if not any(cell.strip() for cell in cells):
-                continue
-            where = f"{path}, line {reader.line_num}"
             if len(cells) != width:
-                raise InputError(
-                    where,
-                    delimiter.join(cells),
-                    f"this row has {len(cells)} cells, but the header names {width} columns",
-                )
+                if not any(cell.strip() for cell in cells):
+                    continue
+                accepted = f"this row has {len(cells)} cells, but the header names {width} columns"
+                raise InputError(f"{path}, line {reader.line_num}", cut(delimiter.join(cells)), accepted)
             if delimiter == ";":  # such files have a decimal comma
                 cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
-            time, status = (cells[columns[role]].strip() if role in columns else "" for role in ("timestamp", "status"))
-            lengths = cells[columns["input"]].strip(), cells[columns["output"]].strip()
-            yield Row(where, *lengths, time or None, _is_error(status))
+            time = cells[timestamp].strip() or None if timestamp >= 0 else None
+            failed = status >= 0 and _is_error(cells[status].strip())
+            lengths = cells[input_].strip(), cells[output].strip()
+            yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name)
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV: correct this line") from None
 
@@ -200,74 +181,88 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
 # --- JSON
 
 
-def _json_rows(path: Path, text: str) -> TraceRows:
-    documents = list(_documents(path, text))
-    if len(documents) == 1 and isinstance(documents[0][1], list):
-        documents = [(f"{path}, entry {i}", each) for i, each in enumerate(documents[0][1], start=1)]
-    if documents and all(isinstance(document, dict) and "conversations" in document for _, document in documents):
-        return _conversations(documents)
-    entries = [entry for where, document in documents for entry in _entries(where, document)]
-    if any("resourceSpans" in document for _, document in documents):
-        return _spans(entries)
-    rows, names = [], set()
-    for where, entry in entries:
-        row, name = _row(where, entry)
-        rows.append(row)
-        names |= {name} - {""}
-    if len(names) > 1:
-        accepted = "these fields are all times: keep one of them in every row"
-        raise InputError(str(path), " and ".join(sorted(names)), accepted)
-    return TraceRows(rows, names.pop() if names else "")
-
-
-def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON documents of a file (the whole file, or one for each line), each after its position."""
+def _json_rows(path: Path, field: str, first: str) -> TraceRows:
+    documents = _documents(path, field, first)
     try:
-        yield f"{path}, line 1", json.loads(text)
+        where, document = next(documents)
+    except StopIteration:
+        return TraceRows((), [])
+    if isinstance(document, list):
+        documents = ((f"{path}, entry {i}", each) for i, each in enumerate(document, start=1))
+        if (one := next(documents, None)) is None:
+            return TraceRows((), [])
+        where, document = one
+    documents = chain([(where, document)], documents)
+    if isinstance(document, dict):
+        if "resourceSpans" in document:
+            return _spans(path, documents)
+        if (key := next((key for key in names().conversations if isinstance(document.get(key), list)), None)) and (
+            "usage" not in document
+        ):
+            note = f"the file has text but no token counts: {CHARACTERS} characters are counted as one token"
+            return TraceRows(
+                _answers(documents, key), [note, "each answer is a request whose prompt is all previous turns"]
+            )
+    return TraceRows((_row(*entry) for where, document in documents for entry in _entries(where, document)), [])
+
+
+def _documents(path: Path, field: str, first: str) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON documents of a file (the whole file, or one for each line), each after its position."""
+    if not first:
         return
-    except (ValueError, RecursionError):
-        pass  # either each line is a document, or the loop below finds the invalid line
-    for number, line in enumerate(text.split("\n"), start=1):
+    check_memory(memory_of(first), path, field)
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError) as error:
+        with_where = f"{path}, line 1"
+        try:
+            yield with_where, json.loads(text_of(path, field))
+        except (ValueError, RecursionError):
+            raise InputError(with_where, cut(first, 80), f"it must be a JSON object: {error}") from None
+        return
+    longest = max(4 * len(first) + 4, MOST_LINE_BYTES)  # a file may be one long line
+    for number, line in enumerate(lines_of(path, field, longest), start=1):
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                yield where, json.loads(line)
+                document = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(where, line.strip()[:80], f"it must be a JSON object: {error}") from None
+                raise InputError(where, cut(line.strip(), 80), f"it must be a JSON object: {error}") from None
+            yield where, document
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the requests of a document, each after its position. The document is a request or contains requests."""
     if not isinstance(document, dict):
-        raise InputError(where, str(document)[:80], "it must be a JSON object")
+        raise InputError(where, cut(str(document), 80), "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
-    if "resourceSpans" in document:
-        for resource in document["resourceSpans"]:
-            for scope in resource.get("scopeSpans", resource.get("instrumentationLibrarySpans", [])):
-                yield from ((f"{where}, span {span.get('spanId', '')}", span) for span in scope.get("spans", []))
+    if "benchmarks" in lists:  # GuideLLM's, which states what is left out in lists of its own
+        for number, benchmark in enumerate(lists["benchmarks"], start=1):
+            for i, each in enumerate(benchmark["requests"]["successful"], start=1):
+                yield f"{where}, benchmark {number}, request {i}", each
     elif "input_lens" in lists:  # vLLM's and SGLang's benchmarks
-        names = [name for name in ("input_lens", "output_lens", "start_times") if name in lists]
-        if any(len(lists[name]) != len(lists["input_lens"]) for name in names):
-            raise InputError(where, ", ".join(names), "these lists must have equal lengths, one value for each request")
+        keys = [name for name in ("input_lens", "output_lens", "start_times") if name in lists]
+        if any(len(lists[name]) != len(lists["input_lens"]) for name in keys):
+            raise InputError(where, ", ".join(keys), "these lists must have equal lengths, one value for each request")
         for i in range(len(lists["input_lens"])):
-            yield f"{where}, request {i + 1}", {name: lists[name][i] for name in names}
+            yield f"{where}, request {i + 1}", {name: lists[name][i] for name in keys}
     elif document.get("object") == "page" or "num_model_requests" in document:
         accepted = "these are totals over many requests: give a log with one request in each row"
         raise InputError(where, "usage buckets", accepted)
-    elif (inner := next((name for name in ("data", "requests", "records", "results") if name in lists), None)) and all(
+    elif (inner := next((name for name in names().lists if name in lists), None)) and all(
         isinstance(each, dict) for each in lists[inner]
     ):
+        begin = {key: document[key] for key in ("arrival_time_ns",) if key in document}  # of a session's requests
         for i, each in enumerate(lists[inner], start=1):
-            yield from _entries(f"{where}, {inner} {i}", each)
+            yield from _entries(f"{where}, {inner} {i}", begin | each)
     else:
         yield where, document
 
 
-def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
-    """Return a request, and the name of the field with its time."""
+def _row(where: str, entry: Mapping[str, Any]) -> Row:
     found: dict[Role, tuple[int, str, object]] = {}
     for name, value in _fields(entry):
-        known = _ROLES.get(plain(name))
+        known = _roles().get(plain(name))
         if known is None or isinstance(value, dict | list):
             continue
         role, rank = known
@@ -275,7 +270,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
             if not _is_value(role, value):
                 continue  # a text named "input" is not a length
             if role in ("input", "output"):
-                rank += len(_ROLES)  # numbers count before texts: an answer named "output" may be the text "4"
+                rank += len(_roles())  # numbers count before texts: an answer named "output" may be the text "4"
         if role not in found or rank < found[role][0]:
             found[role] = rank, name, value
     has_failed = bool(entry.get("error")) or bool(entry.get("was_cancelled"))
@@ -283,14 +278,14 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
         found["output"] = 0, "output", 0
     for role in ("input", "output"):
         if role not in found:
-            called = next((name for name in NAMES[role] if name in entry), None)
+            called = next((name for name in names().roles[role] if name in entry), None)
             if called is not None:
                 raise InputError(f"{where}, {role}", entry[called], "give its number of tokens")
-            raise InputError(where, json.dumps(entry)[:80], f"it has no {role} length: name it {role}_length")
+            raise InputError(where, cut(json.dumps(entry), 80), f"it has no {role} length: name it {role}_length")
     time = found.get("timestamp")
     is_error = "status" in found and _is_error(found["status"][2])
-    row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], is_error, entry)
-    return row, "" if time is None else time[1]
+    at = (None, "") if time is None else (time[2], time[1])
+    return Row(where, found["input"][2], found["output"][2], at[0], is_error, entry, at[1])
 
 
 def _is_error(status: object) -> bool:
@@ -324,32 +319,34 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         level = inner
 
 
-def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
+def _spans(path: Path, documents: Iterator[tuple[str, Any]]) -> TraceRows:
     """Return the spans that are requests: those with token counts whose parent span has none."""
-    rows = {}
-    for where, span in entries:
-        names = {plain(name) for name, _ in _fields(span)}
-        if all(names & set(NAMES[role]) for role in ("input", "output")):
-            rows[str(span.get("spanId", where))] = _row(where, span)[0], str(span.get("parentSpanId", ""))
+    rows, count, known = {}, 0, names().roles
+    for where, document in documents:
+        for resource in document["resourceSpans"]:
+            for scope in resource.get("scopeSpans", resource.get("instrumentationLibrarySpans", [])):
+                for span in scope.get("spans", []):
+                    count += 1
+                    found = {plain(name) for name, _ in _fields(span)}
+                    if all(found & set(known[role]) for role in ("input", "output")):
+                        id_ = str(span.get("spanId", f"{where}, {count}"))
+                        row = _row(f"{where}, span {span.get('spanId', '')}", span)._replace(fields={})
+                        rows[id_] = row._replace(time_name="startTimeUnixNano"), str(span.get("parentSpanId", ""))
+                    if len(rows) > MOST_SPANS:
+                        raise InputError(str(path), f"{count:,} spans", f"give at most {MOST_SPANS:,} of requests")
     chosen = [row for row, parent in rows.values() if parent not in rows]
-    others = len(entries) - len(chosen)
-    notes = (
-        (f"{others} of {len(entries)} spans are left out: they are not requests, or are only parts of requests",)
-        if others
-        else ()
-    )
-    return TraceRows(chosen, "startTimeUnixNano" if chosen and chosen[0].timestamp is not None else "", notes)
+    others = count - len(chosen)
+    note = f"{others} of {count} spans are left out: they are not requests, or are only parts of requests"
+    return TraceRows(chosen, [note] if others else [])
 
 
-def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
-    """Return one request for each answer in ShareGPT's conversations, with all previous turns as the prompt."""
-    rows = []
+def _answers(documents: Iterator[tuple[str, Any]], key: str) -> Iterator[Row]:
+    """Yield one request for each answer in conversations, with all previous turns as the prompt."""
+    answering = names().answering
     for where, document in documents:
         said = 0
-        for turn in document["conversations"]:
+        for turn in document[key]:
             length = len(str(turn.get("value", turn.get("content", ""))))
-            if turn.get("from", turn.get("role")) in ("gpt", "assistant", "chatgpt", "bing", "bard") and said:
-                rows.append(Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None))
+            if turn.get("from", turn.get("role")) in answering and said:
+                yield Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None)
             said += length
-    note = f"the file has text but no token counts: {CHARACTERS} characters are counted as one token"
-    return TraceRows(rows, "", (note, "each answer is a request whose prompt is all previous turns"))

@@ -39,19 +39,21 @@ class TraceLengths(NamedTuple):
         output: numbers of output tokens. # [requests]
         timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
         prefixes: common prefixes of requests, or None if not known.
+        begin_s: time of the first request in seconds since 1970, or None if not known.
     """
 
     input: Ints
     output: Ints
     timestamp_s: Floats | None
     prefixes: TracePrefixes | None = None
+    begin_s: float | None = None
 
     def take(self, order: ArrayLike) -> TraceLengths:
         """Return the requests with these indices, in this order, with unchanged times."""
         places = np.asarray(order, dtype=np.int64)
         times = None if self.timestamp_s is None else self.timestamp_s[places]
         prefixes = None if self.prefixes is None else self.prefixes.take(places)
-        return TraceLengths(self.input[places], self.output[places], times, prefixes)
+        return TraceLengths(self.input[places], self.output[places], times, prefixes, self.begin_s)
 
     def since(self, seconds: float) -> TraceLengths:
         """Return the requests from time `seconds` on. Their times count from the first of them.
@@ -120,6 +122,33 @@ def histogram_of(values: ArrayLike) -> Histogram:
     """Return the histogram of observed lengths."""
     lengths, counts = np.unique(np.asarray(values, dtype=np.int64), return_counts=True)
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((counts / counts.sum()).tolist()))
+
+
+LEVELS = np.concatenate([0.0125 * np.arange(72), 0.9 + 0.01 * np.arange(8), 0.98 + 0.001 * np.arange(20)])
+"""Lower edges of the bins of `binned`, as values of the cdf. Bins are narrower in the tail, on which bounds depend."""
+
+
+def binned(values: ArrayLike) -> Histogram:
+    """Return the histogram of observed lengths in at most a hundred bins, each at its mean length, and one for the
+    longest. The mean of all lengths is kept. Few different lengths are not binned.
+    """
+    whole = histogram_of(values)
+    if len(whole.lengths) <= len(LEVELS):
+        return whole
+    lengths, probabilities = np.array(whole.lengths), np.array(whole.probabilities)
+    bins = np.searchsorted(LEVELS, np.cumsum(probabilities) - probabilities + 1e-12, side="right")
+    bins[-1] = len(LEVELS) + 1
+    mass, total = np.bincount(bins, probabilities), np.bincount(bins, probabilities * lengths)
+    shares, rest = dict[int, float](), 0.0  # the tokens that rounding has left out so far
+    for share, tokens in zip(mass.tolist(), total.tolist(), strict=True):
+        if share > 0:
+            length = max(round((tokens + rest) / share), max(shares, default=1))
+            rest += tokens - share * length
+            shares[length] = shares.get(length, 0.0) + share
+    *body, last = shares  # the longest keeps its length
+    shares[int(lengths[-1])] = shares.pop(last)
+    assert not body or body[-1] < lengths[-1]
+    return Histogram(lengths=tuple(shares), probabilities=tuple(shares.values()))
 
 
 def standard_deviation(histogram: Histogram) -> float:

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.traces import METRICS, PUBLIC, SAID, lines, share_gpt
+from tests.traces import METRICS, PUBLIC, SAID, lines, lmsys, over_time, share_gpt
+from xgpt.core import trace_files, traces
 from xgpt.core.errors import InputError
 from xgpt.core.traces import read_lengths, read_workload
+from xgpt.core.workload import quantile
 from xgpt.resolve import load_trace, load_workload
 
 
@@ -232,8 +234,11 @@ def test_a_duration_is_no_time_of_arrival(tmp_path: Path, caplog: pytest.LogCapt
     assert any("`request_time` is read as a duration" in message for message in caplog.messages)
 
 
-def test_conversations_are_counted_by_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trace = read_lengths(write(tmp_path, share_gpt(), "ShareGPT_V3.json"))
+@pytest.mark.parametrize(("name", "text"), [("ShareGPT_V3.json", share_gpt()), ("lmsys.jsonl", lmsys())])
+def test_conversations_are_counted_by_their_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, text: str
+) -> None:
+    trace = read_lengths(write(tmp_path, text, name))
     assert (trace.input.tolist(), trace.output.tolist()) == ([10, 30], [2, 4])
     assert any("4 characters are counted as one token" in message for message in caplog.messages)
 
@@ -249,3 +254,68 @@ def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: p
         read_lengths(path)
     with pytest.raises(InputError, match="no request is counted in a histogram of output lengths"):
         read_workload(write(tmp_path, METRICS.replace("generation", "other"), "part.prom"))
+    grown = read_workload(write(tmp_path, over_time(METRICS), "range.json"))
+    assert (grown.input, grown.output) == (workload.input, workload.output)
+    with pytest.raises(InputError, match="give the answer to a query for the buckets"):
+        read_workload(write(tmp_path, '{"data": {"resultType": "matrix", "result": [1]}}', "range.json"))
+
+
+def zipped(path: Path, *parts: tuple[bytes, int]) -> Path:
+    with gzip.open(path, "wb") as file:
+        for part, count in parts:
+            file.write(part * count)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "says"),
+    [
+        ("rows.csv.gz", ((b"input,output\n", 1), (b"1,1\n", 9000)), "it has more than 5,000 lines"),
+        ("blank.csv.gz", ((b"input,output\n", 1), (b"\n", 9000)), "it has more than 5,000 lines"),
+        ("line.csv.gz", ((b"input,output\n", 1), (b"1", 1 << 21)), "line 2: 'more than 2,000,000 bytes'"),
+        ("line.jsonl", ((b'{"a": "', 1), (b"1", 1 << 21)), "more than 2,000,000 bytes"),
+        ("nest.json", ((b"[", 1), (b"[],", 99_999), (b"[]]", 1)), "too large for one document"),
+        ("quote.csv", ((b'input,output\n"', 1), (b"1,1\n", 4000)), "this row has 1 cells"),
+        ("names.csv", ((b"name,", 300_000), (b"\n1,2", 1)), "'300001 columns' is not accepted"),
+        ("header.csv", ((b"name,", 4000), (b"x\n1,2", 1)), "finds no column with the input length"),
+        ("late.csv", ((b"input,output,timestamp\n1,2,1e308\n", 1),), "it must be a number of at most 1e"),
+        ("ids.jsonl", ((b'{"input_length": 2048, "output_length": 1, "hash_ids": [1, 2, 3, 4]}\n', 30),), "100 ids"),
+    ],
+)  # fmt: skip
+def test_a_hostile_file_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, parts: tuple[tuple[bytes, int], ...], says: str
+) -> None:
+    """1.1 MB of gzip took 6.5 GiB, a time of 1e308 was an internal error, and an error listed 300,000 columns."""
+    monkeypatch.setattr(trace_files, "MOST_LINES", 5000)
+    monkeypatch.setattr(trace_files, "MOST_MEMORY", 6_000_000)
+    monkeypatch.setattr(traces, "MOST_IDS", 100)
+    path = tmp_path / name
+    if path.suffix == ".gz":
+        zipped(path, *parts)
+    else:
+        path.write_bytes(b"".join(part * count for part, count in parts))
+    with pytest.raises(InputError, match=says) as caught:
+        read_lengths(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_unit_that_gives_an_absurd_rate_is_refused(tmp_path: Path) -> None:
+    rows = [{"timestamp": i, "input_length": 10, "output_length": 2} for i in range(30)]
+    with pytest.raises(InputError, match=r"30 requests span 29 s in seconds, 0\.029 s in milliseconds"):
+        read_lengths(write(tmp_path, lines(*rows), "seconds.jsonl"))
+    named = [{"timestamp_s": i, "input_length": 10, "output_length": 2} for i in range(30)]
+    assert read_lengths(write(tmp_path, lines(*named), "named.jsonl")).timestamp_s is not None
+
+
+def test_a_long_log_is_binned(tmp_path: Path) -> None:
+    """A plan of a real log had 423,891 bytes."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6, 1, (20_000, 2)).astype(int), 1, 30_000)
+    path = write(tmp_path, "input,output\n" + "".join(f"{i},{o}\n" for i, o in lengths.tolist()))
+    workload = read_workload(path)
+    for found, exact in zip((workload.input, workload.output), lengths.T, strict=True):
+        assert len(found.lengths) <= 101 and found.lengths[-1] == exact.max()
+        assert found.mean == pytest.approx(exact.mean(), rel=2e-3)
+        for q in (0.5, 0.9, 0.99):
+            assert quantile(found, q) == pytest.approx(np.quantile(exact, q), rel=0.05)
+    assert len(workload.model_dump_json()) < 8000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tests.rings import examples
-from tools.make_workload import LEVELS, compact, render
+from tools.make_workload import render
 from xgpt.core import workload
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_yaml, parse
@@ -165,17 +165,16 @@ def test_impossible_arrivals_are_refused(rate: float, cv: float) -> None:
 
 @settings(max_examples=examples(40, 10))
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=400))
-def test_compact_keeps_mean_and_maximum(values: list[int]) -> None:
-    full = workload.histogram_of(values)
-    small = compact(full)
-    assert len(small.lengths) <= len(LEVELS) + 1 <= 64
+def test_bins_keep_mean_and_maximum(values: list[int]) -> None:
+    full, small = workload.histogram_of(values), workload.binned(values)
+    assert len(small.lengths) <= 101
     assert small.lengths[-1] == full.lengths[-1]
     assert small.mean == pytest.approx(full.mean, abs=0.5)
 
 
 def test_rendered_workload_reads_back(tmp_path: Path) -> None:
-    full = workload.histogram_of(rng().integers(1, 2000, 5000))
-    small = compact(full)
+    values = rng().integers(1, 2000, 5000)
+    full, small = workload.histogram_of(values), workload.binned(values)
     path = write(tmp_path, render("mine", "a: test", small, small), "mine.yaml")
     spec = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
     assert (spec.name, spec.source) == ("mine", "a: test")
