@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -54,8 +55,8 @@ def names() -> TraceNames:
     return parse(load_yaml(configs_dir() / "traces.yaml", "traces"), TraceNames, "traces")
 
 
-def lines_of(path: Path, field: str, longest: int = MOST_LINE_BYTES) -> Iterator[str]:
-    """Yield the lines of a file. A file whose name ends in .gz is decompressed.
+def lines_of(path: Path, field: str, longest: int = MOST_LINE_BYTES) -> Generator[str]:
+    """Yield the lines of a file. A file whose name ends in .gz is decompressed. Close the generator to close the file.
 
     Args:
         longest: largest number of bytes of a line.
@@ -90,10 +91,11 @@ def text_of(path: Path, field: str) -> str:
         InputError: see `lines_of`.
     """
     parts, size = [], 0
-    for line in lines_of(path, field, MOST_MEMORY // 3):
-        parts.append(line)
-        size += memory_of(line)
-        check_memory(size, path, field)
+    with closing(lines_of(path, field, MOST_MEMORY // 3)) as lines:
+        for line in lines:
+            parts.append(line)
+            size += memory_of(line)
+            check_memory(size, path, field)
     return "".join(parts)
 
 
@@ -121,8 +123,9 @@ def head_of(path: Path, field: str, least: int = 300) -> str:
         InputError: see `lines_of`.
     """
     head = ""
-    for line in lines_of(path, field, MOST_MEMORY // 3):
-        head = (head + line).lstrip()
-        if len(head) >= least:
-            break
+    with closing(lines_of(path, field, MOST_MEMORY // 3)) as lines:
+        for line in lines:
+            head = (head + line).lstrip()
+            if len(head) >= least:
+                break
     return head

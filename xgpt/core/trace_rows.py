@@ -9,6 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -80,8 +81,11 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
-def read_rows(path: Path, field: str) -> TraceRows:
+def read_rows(path: Path, field: str, opened: ExitStack) -> TraceRows:
     """Return the requests of a trace, after identifying its format.
+
+    Args:
+        opened: closes the file.
 
     Raises:
         InputError: the trace is in no known format. The message names the file, and the line if possible. Also raised
@@ -96,11 +100,11 @@ def read_rows(path: Path, field: str) -> TraceRows:
         first[:1] == "{"
     ):
         try:
-            found = _json_rows(path, field, first)
+            found = _json_rows(path, field, first, opened)
         except (KeyError, TypeError, AttributeError):
             raise _unknown(path, field) from None
         return found._replace(rows=_known(path, field, found.rows))
-    return _csv_rows(path, field, first)
+    return _csv_rows(path, field, first, opened)
 
 
 def _known(path: Path, field: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -122,11 +126,11 @@ def is_metrics(text: str) -> bool:
 # --- CSV
 
 
-def _csv_rows(path: Path, field: str, first: str) -> TraceRows:
+def _csv_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRows:
     if (count := max(first.count(mark) for mark in DELIMITERS) + 1) > MOST_COLUMNS:
         raise InputError(f"{path}, header", f"{count} columns", f"a trace may have at most {MOST_COLUMNS} columns")
     delimiter = max(DELIMITERS, key=lambda mark: (len(_columns(first.split(mark))), first.count(mark)))
-    reader = csv.reader(lines_of(path, field), delimiter=delimiter)
+    reader = csv.reader(opened.enter_context(closing(lines_of(path, field))), delimiter=delimiter)
     header: list[str] | None = None
     for cells in reader:
         if any(cell.strip() for cell in cells):
@@ -181,8 +185,8 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
 # --- JSON
 
 
-def _json_rows(path: Path, field: str, first: str) -> TraceRows:
-    documents = _documents(path, field, first)
+def _json_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRows:
+    documents = _documents(path, field, first, opened)
     try:
         where, document = next(documents)
     except StopIteration:
@@ -206,7 +210,7 @@ def _json_rows(path: Path, field: str, first: str) -> TraceRows:
     return TraceRows((_row(*entry) for where, document in documents for entry in _entries(where, document)), [])
 
 
-def _documents(path: Path, field: str, first: str) -> Iterator[tuple[str, Any]]:
+def _documents(path: Path, field: str, first: str, opened: ExitStack) -> Iterator[tuple[str, Any]]:
     """Yield the JSON documents of a file (the whole file, or one for each line), each after its position."""
     if not first:
         return
@@ -221,7 +225,8 @@ def _documents(path: Path, field: str, first: str) -> Iterator[tuple[str, Any]]:
             raise InputError(with_where, cut(first, 80), f"it must be a JSON object: {error}") from None
         return
     longest = max(4 * len(first) + 4, MOST_LINE_BYTES)  # a file may be one long line
-    for number, line in enumerate(lines_of(path, field, longest), start=1):
+    lines = opened.enter_context(closing(lines_of(path, field, longest)))
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}, line {number}"
             try:

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from array import array
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from xgpt.core.schema.workload import Workload
 from xgpt.core.trace_blocks import TracePrefixes, block_size_of, read_ids, read_output_ids
 from xgpt.core.trace_files import TraceFormat, head_of, names
 from xgpt.core.trace_metrics import read_metrics
-from xgpt.core.trace_rows import Row, is_metrics, plain, read_rows
+from xgpt.core.trace_rows import Row, TraceRows, is_metrics, plain, read_rows
 from xgpt.core.workload import Floats, TraceLengths, binned
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,11 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
-    trace = read_rows(path, field)
+    with ExitStack() as opened:
+        return _collected(path, field, read_rows(path, field, opened))
+
+
+def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
     columns = array("q"), array("q"), array("d")
     inputs, outputs, times = columns
     shared = _HashIds()
