@@ -16,8 +16,8 @@ from pathlib import Path
 
 import click
 
-from xgpt.comparing.compare import score_current
 from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import score_current
 from xgpt.core.errors import XgptError
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.plan import rate_of

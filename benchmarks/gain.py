@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.comparing.compare import score_current
 from xgpt.comparing.current import CurrentEngine
+from xgpt.comparing.scoring import score_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.core.schema.plan import rate_of

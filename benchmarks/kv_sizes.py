@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.checkpoints.files import spec_of
-from xgpt.core.schema import ModelSpec, Precision
-from xgpt.resolve import load_cluster, load_engine, load_model
-from xsimulator.memory import LaneMemory
-from xsimulator.stages import lane, spread
+from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import deployed, engine_name
+from xgpt.core.errors import InfeasibleError
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xgpt.resolve import load_cluster, load_engine
 
 FOLDER = Path(__file__).parent / "truth" / "kv"
 FLASHINFER_BYTES = 10.0
@@ -56,50 +55,64 @@ class Size(NamedTuple):
         return self.predicted / self.logged - 1
 
 
-cluster_of, engine_of = cache(load_cluster), cache(load_engine)
-
-
-@cache
-def model(name: str) -> ModelSpec:
-    """Return a shipped model, or one of models.json."""
-    configs = json.loads((FOLDER / "models.json").read_text(encoding="utf-8"))
-    return spec_of(configs[name], name) if name in configs else load_model(name)[0]
-
-
 def sizes() -> Iterator[Size]:
     """Yield all rows with their predictions."""
     with (FOLDER / "sizes.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            memory = memory_of(row)
-            tokens = float(row["max_num_batched_tokens"])
-            if row["kv_tokens"]:
-                logged, predicted = float(row["kv_tokens"]), float(memory.blocks_beside(tokens)[0])
-                predicted *= engine_of(row["engine"]).block_size
-            else:
-                logged, predicted = float(row["kv_gib"]), float(memory.free_bytes(tokens).min()) / 2**30
+            logged = float(row["kv_tokens"] or row["kv_gib"])
             words = [row["model"], row["dtype"], f"TP {row['tp']}" + (f" PP {row['pp']}" if row["pp"] != "1" else "")]
             words[1:1] = [row["cluster"].rpartition("x")[0].strip("-")] if row["cluster"] != "h100x8" else []
             words += [f"{row['max_num_seqs']} x {row['max_num_batched_tokens']}", row["share"]]
             words += [row["runs"]] if row["runs"] else []
-            yield Size(", ".join(words), row["engine"], logged, predicted, row["fitted"] == "yes", row["source"])
+            yield Size(", ".join(words), row["engine"], logged, predicted(row), row["fitted"] == "yes", row["source"])
 
 
-def memory_of(row: dict[str, str]) -> LaneMemory:
-    """Return the memory of a row's devices, whether or not the model fits."""
-    spec, cluster, engine = model(row["model"]), cluster_of(row["cluster"]), engine_of(row["engine"])
-    device = cluster.device.model_copy(update={"usable_memory": float(row["share"])})
+def command_of(row: dict[str, str]) -> str:
+    """Return the command that starts the engine with a row's settings."""
+    stem, _, version = row["engine"].rpartition("-")
+    if stem == "sglang":
+        return f"sglang serve m --tp {row['tp']} --mem-fraction-static {row['share']}"
+    flags = {
+        "tensor-parallel-size": row["tp"],
+        "pipeline-parallel-size": row["pp"],
+        "gpu-memory-utilization": row["share"],
+        "max-num-seqs": row["max_num_seqs"],
+        "max-num-batched-tokens": row["max_num_batched_tokens"],
+        "max-model-len": row["context"],
+        "kv-cache-dtype": "fp8" if row["kv_dtype"] == "float8" else "",
+        "dtype": "" if row["dtype"] == "float8" else row["dtype"],
+    }
+    said = " ".join(f"--{name} {value}" for name, value in flags.items() if value)
+    return f"docker run vllm/vllm-openai:v{version}.0 --model m {said}"
+
+
+def predicted(row: dict[str, str]) -> float:
+    """Return the K/V memory that `xgpt compare` predicts for a row's command, in tokens if the row has tokens, else in
+    GiB. It is -1 if the server does not start.
+    """
+    cluster = load_cluster(row["cluster"])
+    current, device = read_current(command_of(row), cluster), cluster.device
     if row["device_gib"]:
-        device = device.model_copy(update={"memory_bytes": round(float(row["device_gib"]) * 2**30)})
+        device = device.but(memory_bytes=round(float(row["device_gib"]) * 2**30))
     if row["runs"] == "marlin":
-        device = device.model_copy(update={"name": "installed without kernels of its own"})
+        device = device.but(name="installed without kernels of its own")
+    engine = load_engine(engine_name(current))
     if row["runs"] == "flashinfer":
-        engine = engine.model_copy(update={"sampling_bytes": FLASHINFER_BYTES})
-    precision = Precision.of(row["dtype"], "gpu", engine.framework, row["kv_dtype"] or None)
-    tp, pp = int(row["tp"]), int(row["pp"])
-    stages = lane((tp,) * pp, spread(spec.num_layers, [1.0] * pp))
-    cluster = cluster.model_copy(update={"device": device})
-    slots = int(row["max_num_seqs"])
-    return LaneMemory(spec, cluster, precision, stages, engine.block_size, engine, slots=slots, must_fit=False)
+        engine = engine.but(sampling_bytes=FLASHINFER_BYTES)
+    path = FOLDER / "models" / f"{row['model']}.json"
+    asked = {"model": str(path) if path.is_file() else row["model"], "cluster": cluster.but(device=device)}
+    types = {"dtype": row["dtype"], "kv_dtype": row["kv_dtype"] or None}
+    problem = resolve(plan_request(workload="orca", engine=engine, objective="saturated", **asked, **types))
+    try:
+        found = deployed(problem, current)
+    except InfeasibleError:
+        return -1.0
+    memory, tokens = found.space.limits.memory, float(row["max_num_batched_tokens"])
+    if not row["kv_tokens"]:
+        return float(memory.free_bytes(tokens).min()) / 2**30
+    if engine.framework != "vllm":
+        return float(memory.blocks_beside(tokens)[0]) * engine.block_size
+    return found.logged_tokens(current.max_model_len or problem.model.max_context)
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -107,18 +108,51 @@ def check_names(among: Iterable[str]) -> None:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """Return an engine by name or file. A name without a version means the engine's newest shipped version.
+    """Return an engine by name or file. A name without a version means the engine's newest known version.
 
     `xgpt-vllm`, with or without a version, means vLLM with xgpt's scheduler class.
 
     Raises:
-        InputError: there is no such engine, or the file does not describe an engine.
+        InputError: there is no such engine, its version is not known, or the file does not describe an engine.
     """
     if name.startswith("xgpt-vllm"):
         return load_engine(name.removeprefix("xgpt-")).with_xgpt
-    newest = [known for known in config_names("engines") if known.rpartition("-")[0] in (name, FRAMEWORKS.get(name))]
-    chosen = max(newest, key=version_of) if newest else name
-    return parse(load_yaml(find_config("engines", chosen), "engine"), EngineSpec, "engine")
+    stem, version = _named(name)
+    document = load_yaml(find_config("engines", stem), "engine")
+    if not isinstance(document, dict) or "since" not in document:
+        return parse(document, EngineSpec, "engine")
+    oldest, newest = next(iter(document["since"])), document["newest"]
+    version = version or newest
+    if not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
+        raise InputError("engine", name, f"{stem} is known from {stem}-{oldest} to {stem}-{newest}: give one of these")
+    figures: dict[str, Any] = {"sources": {}}
+    for since, changes in document["since"].items():
+        if _numbers(since) <= _numbers(version):
+            figures |= changes | {"sources": figures["sources"] | changes["sources"]}
+    said = {"name": f"{stem}-{version}", "framework": document["framework"], "version": version}
+    return parse(said | figures, EngineSpec, "engine")
+
+
+def nearest_engine(framework: str, version: str | None) -> EngineSpec:
+    """Return a shipped engine in a version or, if this version is not known, in the nearest known one."""
+    document = load_yaml(find_config("engines", framework), "engine")
+    oldest, newest = next(iter(document["since"])), document["newest"]
+    asked = ".".join(map(str, _numbers(version or newest)))
+    return load_engine(f"{framework}-{min(max(oldest, asked, key=_numbers), newest, key=_numbers)}")
+
+
+def _named(name: str) -> tuple[str, str | None]:
+    """Return the name of a shipped engine and its version (two numbers), or another name as it is."""
+    named = re.fullmatch(r"(.+?)(?:-(\d+(?:\.\d+)*))?", name)
+    stem = named and FRAMEWORKS.get(named[1], named[1])
+    if not named or stem not in config_names("engines"):
+        return name, None
+    return stem, named[2] and ".".join(map(str, _numbers(named[2])))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, by which engines differ."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
@@ -131,13 +165,10 @@ def engine_of(profile: Profile) -> EngineSpec | None:
         return None
     if profile.engine == "xgpt":
         return load_engine("xgpt")
-    engines = [load_engine(name) for name in config_names("engines")]
-    return next((e for e in engines if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)
-
-
-def version_of(name: str) -> tuple[int, ...]:
-    """Return the version at the end of an engine's name as numbers."""
-    return tuple(map(int, name.rpartition("-")[2].split(".")))
+    try:
+        return load_engine(f"{profile.engine}-{profile.engine_version}")
+    except InputError:
+        return None
 
 
 def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:

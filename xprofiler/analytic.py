@@ -109,7 +109,7 @@ def profile(
         overhead=loop(kernels.efficiency.step_s, engine),
         **transfers(spec, cluster, dtype, kv_dtype, engine),
         provenance={"efficiency": kernels.efficiency.source}
-        | ({} if engine is None else {"serving loop": f"configs/engines/{engine.name}.yaml"}),
+        | ({} if engine is None else {"serving loop": f"configs/engines, {engine.name}"}),
     )
 
 
@@ -486,10 +486,9 @@ class Mixing:
         if (attention := kind.attention) is not None:
             self._heads = attention.num_heads / t
             self._width = (attention.head_dim + attention.values) / 2
-            self._kept_bytes = spec.kv_bytes_of(kind, kernels.kv_dtype, t) - attention.index_bytes
-            if not attention.keeps:  # this kind of layer reads the K/V of an earlier layer
-                kept = attention.but(keeps=True).kept_elements(t)
-                self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
+            # A layer that keeps no K/V reads as much of an earlier layer.
+            keeping = kind.but(attention=attention.but(keeps=True))
+            self._kept_bytes = spec.kv_bytes_of(keeping, kernels.kv_dtype, t) - attention.index_bytes
 
     def prompt(self, batch: int, length: int) -> float:
         """Return the seconds for `batch` prompts of `length` tokens."""

@@ -105,7 +105,7 @@ def profile(
         provenance={
             **tables.provenance,
             "norms, activations, embedding, hops, K/V transfer": "datasheet",
-            "serving loop": f"configs/engines/{engine.name}.yaml",
+            "serving loop": f"configs/engines, {engine.name}",
         },
         environment=_package() if folder is None else {"folder": root.name},
     )

@@ -89,8 +89,9 @@ def _stages(
         slots = _slots(space, values) if memory.request_blocks else 0
         if name == "encode":
             slots = min(slots, round(values["encode_batch"]) * (len(layout.lane) + 1))
-        blocks = int(memory.blocks_beside(step_tokens)[0] - slots * memory.request_blocks)
-        memory_bytes += memory.device_bytes(blocks, step_tokens, slots)
+        encodes = name != "decode"
+        blocks = int(memory.blocks_beside(step_tokens, encodes=encodes)[0] - slots * memory.request_blocks)
+        memory_bytes += memory.device_bytes(blocks, step_tokens, slots, encodes=encodes)
         encoded = decoded = 0
         for shape in layout.lane:
             encoder = (encoded, encoded + shape.encoder_layers)

@@ -224,6 +224,7 @@ class Space:
             return np.ones(len(encode_tokens), bool)
         blocks = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
         size = self.limits.block_size
+        blocks += (len(memory.lane) + 1) * encode_tokens / self.lengths.mean_input * memory.request_blocks * size
         needed = np.maximum(blocks, ceil(self.lengths.max_whole_input / size) * size)
         return needed <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * size
 

@@ -5,7 +5,7 @@ they suffice.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from xgpt.core.schema import (
 )
 from xsimulator.costs.curves import Array
 from xsimulator.costs.speculating import Draft
+from xsimulator.kept import Kept, LayerGroup
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape
 
@@ -108,61 +109,6 @@ def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
     return 5 * spec.hidden_size + layer, between
 
 
-class _Kept(NamedTuple):
-    """The bytes that a device of a stage keeps for requests.
-
-    Attributes:
-        grows: bytes for each token.
-        constant: bytes for each request, whatever its length.
-        windows: pairs (window, bytes for each token in the window), the shortest window first.
-    """
-
-    grows: float
-    constant: float
-    windows: tuple[tuple[int, float], ...]
-
-    @classmethod
-    def of(cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int) -> _Kept:
-        """Return the bytes that a device of a stage keeps. The stage's last decoder layer is layer `end - 1`."""
-        grows, constant, windows = 0.0, 0.0, list[tuple[int, float]]()
-        for kind in spec.kinds:
-            count = kind.count(end - stage.decoder_layers, end)
-            kept, window = count * spec.kv_bytes_of(kind, dtype, stage.tp), kind.attention and kind.attention.window
-            if kind.recurrent is not None:
-                constant += count * kind.recurrent.state_bytes / min(stage.tp, kind.recurrent.num_heads)
-            compression = 1 if kind.attention is None else kind.attention.compression
-            if window and compression > 1:
-                constant += kept * compression * window
-            if window and compression == 1:
-                windows.append((window, kept))
-            else:
-                grows += kept
-        return cls(grows, constant, tuple(sorted(windows)))
-
-    def within(self, context: float | None) -> _Kept:
-        """Return the bytes that are kept for requests with this context. A layer whose window is shorter than the
-        context keeps only the window. If the context is None, every layer keeps every token.
-        """
-        shorter = [context is not None and window < context for window, _ in self.windows]
-        kept = list(zip(self.windows, shorter, strict=True))
-        constant = self.constant + sum(window * size for (window, size), is_full in kept if is_full)
-        return _Kept(self.grows + sum(size for (_, size), is_full in kept if not is_full), constant, ())
-
-    def longest(self, free: float, in_flight: float) -> float:
-        """Return the number of tokens of the longest request that fits into `free` bytes.
-
-        Args:
-            in_flight: number of tokens that a layer keeps beyond its window.
-        """
-        # For each k, bytes that grow as if the k shortest windows were full are linear in the tokens. The true number
-        # of bytes is the smallest of these.
-        left, slope, most = free - self.constant, self.grows + sum(size for _, size in self.windows), 0.0
-        for window, size in (*self.windows, (0, 0.0)):
-            most = max(most, left / slope) if slope > 0 else np.inf if left >= 0 else most
-            left, slope = left - (window - 1 + in_flight) * size, slope - size
-        return most
-
-
 class LaneMemory:
     """The memory of the devices of one lane.
 
@@ -206,27 +152,29 @@ class LaneMemory:
         last = np.cumsum([stage.decoder_layers for stage in lane])
         self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
         """Bytes of weights on one device of each stage."""
-        kept = [_Kept.of(spec, precision.kv, stage, int(end)) for stage, end in zip(lane, last, strict=True)]
-        if keeps is None or not keeps.drops_windows:
-            kept = [each.within(None) for each in kept]
-        drafted = 0.0
+        self._kept = [
+            Kept.of(spec, precision.kv, stage, int(end), keeps, block_size)
+            for stage, end in zip(lane, last, strict=True)
+        ]
         if speculation is not None:
             draft = Draft(spec, speculation)
             self.weight_bytes += draft.bytes(precision.weights) / tp
-            drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
-        self._kept = [each._replace(grows=each.grows + drafted) for each in kept]
-        kept = [each.within(context) for each in self._kept]
-        self._block_bytes: Array = block_size * np.asarray([each.grows for each in kept])
-        self.request_bytes: Array = np.asarray([each.constant for each in kept])
+            drafted = LayerGroup(draft.kept_bytes(precision.kv, lane[-1].tp) * block_size, block_size)
+            self._kept = [kept._replace(groups=(*kept.groups, drafted)) for kept in self._kept]
+        self._block_bytes: Array = block_size * np.asarray([kept.grows(context) for kept in self._kept])
+        self.request_bytes: Array = np.asarray([kept.constant(context) for kept in self._kept])
         """Bytes on a device of each stage for a request of any length: recurrent states, and K/V in windows."""
+        self._in_flight: Array = np.asarray([kept.in_flight(context) for kept in self._kept])
+        """Bytes on a device of each stage for each token of a running step, beyond windows."""
         if not last[-1]:
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
-        kept_bytes, group_bytes = WORKSPACE_BYTES, 0
+        kept_bytes, group_bytes, graph_bytes = WORKSPACE_BYTES, 0, 0.0
         if keeps is not None:
             kept_bytes = WORKSPACE_BYTES if keeps.kept_bytes is None else keeps.kept_bytes
-            group_bytes = keeps.group_bytes
-        self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1)
+            group_bytes, graph_bytes = keeps.group_bytes, keeps.graph_bytes
+        graphs = graph_bytes * spec.hidden_size * np.asarray([stage.decoder_layers for stage in lane])
+        self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1) + graphs
         occupied = self.fixed_bytes
         if keeps is not None and keeps.shares_rest:  # weights may also use memory beyond `usable_memory`
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
@@ -234,8 +182,10 @@ class LaneMemory:
         """Bytes of `_usable` that K/V cannot use even if there are no activations, on a device of each stage."""
         # Stages with equal memory need to be computed only once.
         distinct = {
-            (a, b, *row): i
-            for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
+            tuple(row): i
+            for i, row in enumerate(
+                np.column_stack((occupied, self._block_bytes, self._in_flight, self._buffers.rows)).tolist()
+            )
         }
         self._distinct = np.asarray(sorted(distinct.values()))
         """Indices of stages: one for each distinct amount of memory."""
@@ -249,13 +199,18 @@ class LaneMemory:
                 binding="memory",
             )
 
-    def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
+    def blocks_beside(self, step_tokens: npt.ArrayLike, *, encodes: bool = True) -> Array:
         """Return the number of blocks that fit in memory on every stage while a step of `step_tokens` tokens runs. #
         [n] -> [n]
 
         These blocks include the memory that each request needs whatever its length (see `request_blocks`).
+
+        Args:
+            encodes: whether the step encodes prompts, whose tokens are kept beyond windows until the step has ended.
         """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
+        if encodes:
+            free = free - self._in_flight[self._distinct, None] * np.atleast_1d(np.asarray(step_tokens, float))
         if self.request_bytes.any():
             block = np.maximum(block, 1.0)
         with np.errstate(divide="ignore"):
@@ -276,21 +231,30 @@ class LaneMemory:
             step_tokens: number of tokens of the largest step. Its activations need memory beside K/V.
             in_flight: number of tokens of running steps. A layer keeps them beyond its window.
         """
+        return min(kept.longest(free, in_flight) for kept, free in self._each(step_tokens))
+
+    def logged_tokens(self, step_tokens: float, context: int, in_flight: float, *, by_requests: bool) -> int:
+        """Return the K/V tokens that the engine logs when it starts (see `Kept.logged`)."""
+        each = self._each(step_tokens)
+        return min(kept.logged(free, context, in_flight, by_requests=by_requests) for kept, free in each)
+
+    def _each(self, step_tokens: float) -> Iterator[tuple[Kept, float]]:
+        """Yield what each stage's requests keep, and the bytes for it on a device."""
         buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
-        return min(
-            each.longest(free, in_flight)
-            for each, free in zip(self._kept, self._usable - self._occupied - buffers, strict=True)
-        )
+        yield from zip(self._kept, (self._usable - self._occupied - buffers).tolist(), strict=True)
 
     def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
         """Return the bytes for K/V on a device of each distinct stage. # [n] -> [distinct stages, n]"""
         tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
         return self._usable - self._occupied[stages, None] - self._buffers.of(tokens, stages)
 
-    def device_bytes(self, blocks: float, step_tokens: float, requests: float = 0.0) -> tuple[int, ...]:
+    def device_bytes(
+        self, blocks: float, step_tokens: float, requests: float = 0.0, *, encodes: bool = True
+    ) -> tuple[int, ...]:
         """Return the bytes in use on each device, stage by stage, with `blocks` K/V blocks and `requests` requests."""
         activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
-        by_stage = self.fixed_bytes + activations + blocks * self._block_bytes + requests * self.request_bytes
+        kept = blocks * self._block_bytes + requests * self.request_bytes + encodes * step_tokens * self._in_flight
+        by_stage = self.fixed_bytes + activations + kept
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
 
 

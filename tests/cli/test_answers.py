@@ -21,8 +21,8 @@ from tests.cli.commands import Xgpt
 from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.cli.render import plans_table
-from xgpt.comparing.compare import score_current
 from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import score_current
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Plan
 from xgpt.reporting.engine_command import engine_command

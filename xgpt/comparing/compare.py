@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,17 @@ import numpy as np
 from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import keeps_current, ranges
-from xgpt.comparing.current import CurrentEngine, check_model, planned_with
+from xgpt.comparing.current import CurrentEngine, planned_with
 from xgpt.comparing.flags import VARIABLE, Given
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.own_times import answer
+from xgpt.comparing.scoring import engine_name, has_types, memory_note, runs_in, score_current, types_of
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
 from xgpt.core.schema import (
     BenchReport,
-    ChunkedSettings,
     ClusterSpec,
-    DType,
-    EngineSpec,
     Plan,
-    Precision,
     Profile,
     SearchMethod,
 )
@@ -35,11 +31,10 @@ from xgpt.core.schema.documents import GainOutput, RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
-from xgpt.resolve import load_cluster, load_engine, load_trace, version_of
+from xgpt.resolve import load_cluster, load_trace
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_capacity
+from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
-from xscheduler.schedule import scheduler
 from xsimulator.front import most_rate, with_api_servers
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
@@ -134,6 +129,10 @@ def compare(
         engine = engine_name(running)
         request = request.but(engine=engine)
         notes = (f"the plans are for {engine}, the engine that the command starts", *notes)
+    if running is not None and running.version is not None:
+        scored_as = engine_name(running)
+        if not f"{running.version}.".startswith(scored_as.rpartition("-")[2] + "."):
+            notes = (*notes, f"the command starts version {running.version}, which is scored as {scored_as}")
     if running is not None and running.drafts is not None:
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
@@ -151,7 +150,7 @@ def compare(
             ours = "no particular engine" if problem.engine is None else problem.engine.name
             scored_with = f"the current deployment is scored with {running_problem.engine.name}, the plans with {ours}"
             notes = (*notes, scored_with)
-        if not _has_types(problem, running) and running_problem is not problem:
+        if not has_types(problem, running) and running_problem is not problem:
             weights, kv = types_of(problem, running)
             notes = (
                 *notes,
@@ -165,7 +164,7 @@ def compare(
                 error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
             raise
         scored_profile = running_problem.profile
-        notes = (*notes, *_front_note(scored, running.api_servers))
+        notes = (*notes, *_front_note(scored, running.api_servers), *memory_note(running_problem, running))
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
     plans = {kind: with_api_servers(plan, request.api_servers) for kind, plan in plans.items()}
     gains: dict[str, RangeOutput] = {}
@@ -177,7 +176,7 @@ def compare(
     best, lines = next(iter(plans.values())), list[str]()
     if scored is not None:
         lines = answer(scored, scored_profile, best, problem, trace, running_problem)
-    kept = {} if running is None or best.engine is None or not _runs_in(running, best.engine) else running.kept
+    kept = {} if running is None or best.engine is None or not runs_in(running, best.engine) else running.kept
     found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept=kept)
     on_found(found)
     try:
@@ -225,28 +224,6 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
     return lines
 
 
-def engine_name(current: CurrentEngine) -> str:
-    """Return the name of the shipped engine with which to score a deployment: the newest version that is not newer than
-    the deployment's or, if there is none, the oldest version.
-    """
-    if current.version is None:
-        return load_engine(current.framework).name
-    known = [name for name in config_names("engines") if name.startswith(f"{current.framework}-")]
-    up_to = [name for name in known if version_of(name) <= version_of(f"x-{current.version}")]
-    return max(up_to, key=version_of) if up_to else min(known, key=version_of)
-
-
-def _runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
-    """Return whether a deployment's engine is this engine, in any version."""
-    return engine.framework == load_engine(engine_name(current)).framework
-
-
-def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
-    """Return the data types of a GPU deployment: that of weights and that of K/V."""
-    dtype = current.dtype or problem.model.default_dtype
-    return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
-
-
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
@@ -254,9 +231,9 @@ def _as_run(
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
-    if problem.engine is not None and not _runs_in(current, problem.engine):
+    if problem.engine is not None and not runs_in(current, problem.engine):
         changes["engine"] = engine_name(current)
-    if not _has_types(problem, current):
+    if not has_types(problem, current):
         changes |= dict(zip(("dtype", "kv_dtype"), types_of(problem, current), strict=True))
     if current.ep_degree > current.tp_degree and problem.model.experts is not None:  # replicas share the experts
         nodes, rest = divmod(current.num_devices, problem.cluster.devices_per_node)
@@ -264,61 +241,6 @@ def _as_run(
         if size and current.num_devices < problem.cluster.num_devices:
             changes["cluster"] = problem.cluster.but(**size)
     return resolve(request.but(**changes), progress) if changes else problem
-
-
-def _has_types(problem: Problem, current: CurrentEngine) -> bool:
-    profile = problem.profile
-    planned = profile.dtype, profile.kv_dtype or Precision.of(profile.dtype, problem.cluster.device.type).kv
-    return types_of(problem, current) == planned
-
-
-def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and the predicted figures of a running engine. The engine is assumed to chunk
-    prompts, and to allocate K/V as requests grow.
-
-    Args:
-        longest: length of the workload's longest request in tokens, input and output together. None means the longest
-            input plus the longest output.
-
-    Raises:
-        InputError: as in `check_current`, or the engine uses drafts with pipeline stages.
-        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request.
-    """
-    check_current(problem, current, longest)
-    if current.drafts is None:
-        problem = replace(problem, speculation=None)
-    elif current.num_stages > 1:
-        raise InputError("current", f"{current.num_stages} stages", "xgpt scores drafts only without pipeline stages")
-    if current.text_only:
-        problem = replace(problem, model=problem.model.but(tower_params=0))
-    device = problem.cluster.device
-    engine = None if problem.engine is None else current.as_started(problem.engine)
-    deployed, share = engine, current.usable_memory
-    if device.type == "gpu":
-        deployed = (engine or load_engine(engine_name(current))).but(max_batch=current.max_num_seqs)
-        share = share or deployed.memory_share
-    cluster = problem.cluster.but(device=device if share is None else device.but(usable_memory=share))
-    chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=deployed))
-    ep_degree = 1 if problem.model.experts is None else current.ep_degree
-    placement = chooser.candidates.uniform_placement(
-        "chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree
-    )
-    micro = placement.microbatches
-    step_tokens = current.step_tokens(problem.model.max_context)
-    space = chooser.candidates.space("chunked", placement)
-    if cluster.device.type == "gpu":
-        steps = max(current.num_stages, 1 + (deployed is not None and deployed.schedules_ahead))
-        holds = space.limits.memory.longest_request(step_tokens, steps * step_tokens)
-        _check_room(current, problem, holds, longest or _longest(problem))
-    most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
-    settings = ChunkedSettings(
-        # A step runs one micro-batch. vLLM limits the tokens of a step, and the number of all running requests.
-        token_budget=micro * step_tokens,
-        max_batch=max(1, min(current.max_num_seqs, most)),
-        **placement.fixed,
-    )
-    plan = chooser.score(settings, placement)
-    return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
 def gain_of(best: Plan, current: Plan) -> GainOutput | None:
@@ -352,78 +274,6 @@ def gain_in_words(best: Plan, current: Plan, range_: RangeOutput | None = None) 
 
 def _in_words(gain: RangeOutput) -> str:
     return f"{gain.least:.2f} to {gain.most:.2f} times as many (worst case: {gain.worst})"
-
-
-def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
-    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request.
-
-    Args:
-        holds: length in tokens of the longest request that fits into an otherwise empty K/V memory.
-        longest: length in tokens of the workload's longest request.
-
-    Raises:
-        InfeasibleError: K/V memory is too small.
-    """
-    model, needs, will = problem.model, longest, "refuse requests"
-    where = f"the longest request of {problem.workload.name}"
-    if not current.shortens:
-        needs, will = current.max_model_len or model.max_context, "not start"
-        where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
-    if holds < needs:
-        message = (
-            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs "
-            f"{needs}; give shorter requests or a smaller context, more devices, or the engine more of their memory"
-        )
-        raise InfeasibleError(message, binding="memory")
-
-
-def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:
-    """Check that the current deployment can be compared with plans for the same requests.
-
-    Raises:
-        InputError: the deployment needs too many devices, serves another model, has data types without step times or a
-            division of experts that cannot be scored, or rejects requests of the workload.
-    """
-    cluster, lengths = problem.cluster, problem.workload
-    check_model(current, problem.model.name)
-    if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
-        accepted = (
-            f"the weights of {problem.model.name} are in {problem.profile.dtype}: set `model` to the quantised "
-            "checkpoint that is served"
-        )
-        raise InputError("current: --quantization", current.quantization, accepted)
-    if current.num_devices > cluster.num_devices:
-        raise InputError(
-            "current",
-            f"{current.num_devices} devices",
-            f"{cluster.name} has only {cluster.num_devices}: give a larger `cluster`",
-        )
-    cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
-    if cuts_experts and problem.model.experts is not None:
-        accepted = (
-            "with several replicas vLLM divides each expert among all of them, which xgpt cannot score: add "
-            "--enable-expert-parallel"
-        )
-        raise InputError("current: --data-parallel-size", current.replicas, accepted)
-    # On a CPU vLLM uses the config's dtype, but step times are known only for the plans' dtype, float32.
-    is_known = current.dtype in (None, problem.profile.dtype)
-    if cluster.device.type == "gpu":
-        is_known = _has_types(problem, current)
-    if not is_known:
-        weights, kv = types_of(problem, current)
-        accepted = f"the step times are for {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
-        raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
-    longest = longest or _longest(problem)
-    if current.max_model_len is not None and current.max_model_len < longest:
-        accepted = (
-            f"{lengths.name} has requests of {longest} tokens, which the engine would reject: give at least {longest}"
-        )
-        raise InputError("current: --max-model-len", current.max_model_len, accepted)
-
-
-def _longest(problem: Problem) -> int:
-    """Return the sum of a workload's longest input and longest output, in tokens."""
-    return problem.workload.input.lengths[-1] + problem.workload.output.lengths[-1]
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:

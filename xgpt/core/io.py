@@ -71,8 +71,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     if path.suffix in FILES or path.name != name:
         raise InputError(field, name, "there is no such file or directory; check the path")
     names = config_names(kind)
-    families = {each.rpartition("-")[0] for each in names if kind == "engines"} - {""}  # vllm is the newest vllm-X.Y
-    near = nearest_names(name, [*families, *names])
+    near = nearest_names(name, names)
     known = f"one of {', '.join(names)}" if not near else f"one of the {len(names)} shipped names"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise InputError(field, name, f"{hint}give a path or {known}")

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.comparing.compare import gain_in_words, score_current
+from xgpt.comparing.compare import gain_in_words
 from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import score_current
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan

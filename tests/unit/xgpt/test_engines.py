@@ -14,7 +14,6 @@ from tests.rings import few
 from xgpt.checkpoints.files import read_spec
 from xgpt.cli import cli
 from xgpt.core.errors import InputError
-from xgpt.core.io import config_names
 from xgpt.core.machine import detect
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.core.schema.engine import TIMED, UNSOURCED
@@ -26,7 +25,10 @@ from xprofiler import analytic
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
 
 
-@pytest.mark.parametrize("name", config_names("engines"))
+SHIPPED = [*(f"vllm-0.{minor}" for minor in range(10, 33)), "sglang-0.5", "tensorrt-llm-1.0", "xgpt"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_engine_says_where_its_figures_come_from(name: str) -> None:
     engine = load_engine(name)
     assert engine.name == name
@@ -39,6 +41,14 @@ def test_a_frameworks_name_stands_for_its_newest_version() -> None:
     assert load_engine("trtllm") == load_engine("tensorrt-llm")
     with pytest.raises(InputError, match=r"engine: 'vlm' is not accepted.*vllm"):
         load_engine("vlm")
+
+
+def test_figures_hold_from_a_version_on_until_a_later_one_states_others() -> None:
+    assert [load_engine(f"vllm-0.{minor}").schedules_ahead for minor in (10, 13, 14, 32)] == [False, False, True, True]
+    assert [load_engine(f"vllm-0.{minor}").graph_bytes > 0 for minor in (10, 20, 21, 24)] == [False, False, True, True]
+    assert load_engine("vllm-0.24.1").name == "vllm-0.24"
+    with pytest.raises(InputError, match=r"vllm is known from vllm-0\.10 to vllm-0\.32"):
+        load_engine("vllm-0.9")
 
 
 def test_a_figure_without_a_source_is_refused() -> None:

@@ -216,7 +216,7 @@ def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> No
     assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
     said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
     assert said == "the time for 16 heads, 4 for K/V, at 2 times the batch"
-    assert profile.provenance["serving loop"] == "configs/engines/bare-1.0.yaml"
+    assert profile.provenance["serving loop"] == "configs/engines, bare-1.0"
 
 
 def test_no_point_is_faster_than_the_device(tables: Path) -> None:

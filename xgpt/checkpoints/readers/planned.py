@@ -170,6 +170,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
             value_head_dim=count(config, "v_head_dim"),
         )
         kv_heads, value_dim = heads, None
+    eight_bit_entry = None
     types = config.get("indexer_types")
     if config.get("index_topk") and family != "deepseek_v4" and kind != "full_attention_without_index":
         indexer = Indexer(
@@ -179,6 +180,8 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
             is_shared=types is not None and types[layer] == "shared",
             pool=config.get("index_kpool") or 1,
         )
+        if latent is not None:  # one scale in float32 for each 128 elements, and rotated elements in 16 bits
+            eight_bit_entry = latent.kv_rank + latent.kv_rank // 128 * 4 + 2 * latent.rope_head_dim
     return Attention(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -187,6 +190,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
         window=window if slides else None,
         latent=latent,
         indexer=indexer,
+        eight_bit_entry=eight_bit_entry,
         is_gated=bool(config.get("attn_output_gate", family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")))
         or family in ("afmoe", "muse_glimmer_text")
         or bool(config.get("mla_use_output_gate")),
@@ -214,6 +218,7 @@ def _compressed(config: Config, kind: str) -> Attention:
     """
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
+    rotated = count(config, "qk_rope_head_dim")
     weights = hidden * rank + rank * heads * dim + hidden * dim + heads * dim * out_rank + groups * out_rank * hidden
     compression, indexer = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}.get(kind, 1), None
     if compression == 4:
@@ -230,6 +235,7 @@ def _compressed(config: Config, kind: str) -> Attention:
         window=count(config, "sliding_window"),
         indexer=indexer,
         compression=compression,
+        eight_bit_entry=dim + rotated + 8,  # a scale of 8 bits for each 64 others, padded to 8 bytes
         weights=weights,
         other_params=_mixed_streams(config),
     )

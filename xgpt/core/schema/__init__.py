@@ -1,6 +1,7 @@
 """Define the types that are stored in files. Every package may import this one."""
 
 from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.caches import BYTES_PER_ELEMENT, SCALE_BYTES, Cache, caches_of
 from xgpt.core.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
 from xgpt.core.schema.constraint import (
     Admission,
@@ -22,9 +23,7 @@ from xgpt.core.schema.estimate import (
     StepTimes,
 )
 from xgpt.core.schema.model import (
-    BYTES_PER_ELEMENT,
     HEAD,
-    SCALE_BYTES,
     DType,
     ModelShape,
     ModelSpec,
@@ -104,6 +103,7 @@ __all__ = [
     "Batching",
     "BenchReport",
     "Block",
+    "Cache",
     "Calibration",
     "Capacity",
     "ChunkedSettings",
@@ -186,4 +186,5 @@ __all__ = [
     "Workload",
     "WorkloadSpec",
     "YarnRope",
+    "caches_of",
 ]

@@ -21,7 +21,7 @@ CPU_BLOCK_SIZE = 32
 
 
 class EngineSpec(Frozen):
-    """How one version of an engine schedules, its own times, and its memory: a file of configs/engines.
+    """How one version of an engine schedules, its own times, and its memory (configs/engines).
 
     Times of the loop (`layer_s` to `captured_tokens`) are put into profiles that are computed or imported for the
     engine. A measured profile already contains them. None leaves the profile's figure unchanged.
@@ -90,6 +90,8 @@ class EngineSpec(Frozen):
     """Whether `memory_share` is only for weights and K/V, and activations use the rest."""
     kept_bytes: NonNegativeInt | None = None
     """Bytes that the engine uses besides weights, K/V and activations. None means the planner's allowance."""
+    graph_bytes: NonNegativeFloat = Field(default=0.0, exclude_if=lambda size: not size)
+    """Bytes that the engine sets aside for CUDA graphs, for each layer and each element of a hidden state."""
     group_bytes: NonNegativeInt = 0
     """Further bytes on each device of a tensor-parallel group, for buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
@@ -104,6 +106,16 @@ class EngineSpec(Frozen):
     """
     drops_windows: bool = False
     """Whether K/V outside the attention window of a layer is freed."""
+    shares_pages: bool = Field(default=False, exclude_if=lambda shares: not shares)
+    """Whether all kinds of layers take pages of one size from one pool. Otherwise each kind has memory of its own."""
+    counts_all_steps: bool = Field(default=False, exclude_if=lambda counts: not counts)
+    """Whether the engine counts the tokens of all steps that may run at the same time beside a window when it checks
+    whether a request fits. Otherwise it counts those of one step.
+    """
+    logs_requests: bool = Field(default=False, exclude_if=lambda logs: not logs)
+    """Whether the K/V tokens in the engine's log are the number of longest requests times their length. Otherwise they
+    are the blocks of a group of layers times the smallest block.
+    """
     block_size: PositiveInt = 16
     """Number of tokens in a K/V block."""
     max_batch: PositiveInt | None = None

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.caches import BYTES_PER_ELEMENT, caches_of
 from xgpt.core.schema.model_blocks import Attention, Block, Sizes
 from xgpt.core.schema.model_parts import (
     Experts,
@@ -51,15 +52,8 @@ token.
 DType = Literal[RunDType, "float8"]
 """Types for which plans can be made. xgpt's own engine supports float8 neither for weights nor for K/V."""
 
-BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
-
-
 HEAD = "head"
 """Key in `layouts` for an 8-bit copy of the output head. An engine finds the highest logits with this copy."""
-
-
-SCALE_BYTES = 4
-"""Bytes of a scale. Each 8-bit key and each 8-bit value of a token has one scale in each head."""
 
 
 class Precision(NamedTuple):
@@ -326,11 +320,9 @@ class ModelSpec(ModelShape):
         """Return the K/V bytes of a token in one layer of a kind, on one device of a tensor-parallel group of `group`
         devices.
         """
-        if (attention := kind.attention) is None or not attention.keeps:
-            return 0.0
-        vectors = 1 if attention.latent is not None else 2 * max(attention.num_kv_heads / group, 1.0)
-        scales = vectors * SCALE_BYTES if dtype == "int8" else 0.0
-        return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
+        compressed = kind.attention is not None and kind.attention.compression > 1
+        kept = (each for each in caches_of(kind, dtype, group) if not each.is_state)
+        return sum(each.entry_bytes / each.tokens for each in kept if each.window is None or not compressed)
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
         """Return the K/V bytes of a token in all decoder layers. Sliding windows are ignored."""

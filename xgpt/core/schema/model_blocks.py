@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import lru_cache
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model_parts import Experts, LatentAttention
@@ -54,6 +54,10 @@ class Attention(Frozen):
     """Whether the layer stores keys and values. Otherwise it reads the keys and values of an earlier layer."""
     compression: PositiveInt = 1
     """Number of tokens that share one stored entry. The last `window` tokens each have an entry of their own."""
+    eight_bit_entry: PositiveInt | None = Field(default=None, exclude_if=lambda size: size is None)
+    """Bytes of an entry if K/V has 8 bits: kernels of sparse attention keep rotated elements in 16 bits and add
+    scales. None means one byte for each element.
+    """
     weights: PositiveInt | None = None
     """Number of weights of all projections. None means that it follows from the sizes."""
     other_params: NonNegativeInt = 0
@@ -94,15 +98,13 @@ class Attention(Frozen):
             return 0
         return hidden * ((self.latent.q_rank or 0) + self.latent.kept_per_token) + self.index_params(hidden)
 
-    def kept_elements(self, group: int = 1) -> float:
-        """Return the number of K/V elements of a token on one device of a tensor-parallel group of `group` devices,
+    def entry_elements(self, group: int = 1) -> float:
+        """Return the number of elements of an entry of K/V on one device of a tensor-parallel group of `group` devices,
         without the index.
         """
-        if not self.keeps:
-            return 0.0
         if self.latent is not None:
-            return self.latent.kept_per_token / self.compression
-        return max(self.num_kv_heads / group, 1.0) * (self.head_dim + self.values) / self.compression
+            return self.latent.kept_per_token
+        return max(self.num_kv_heads / group, 1.0) * (self.head_dim + self.values)
 
     @property
     def index_bytes(self) -> int:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from tests.rings import few
-from xgpt.comparing.compare import Compared, compare, engine_name
+from xgpt.comparing.compare import Compared, compare
 from xgpt.comparing.current import CurrentEngine, is_model
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
+from xgpt.comparing.scoring import engine_name
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.reporting.engine_command import command_in_words
@@ -179,7 +180,8 @@ def test_engines_are_the_nearest_known_ones() -> None:
     def of(version: str | None, framework: str = "vllm") -> str:
         return engine_name(CurrentEngine(1, 1, 1, 1, 1, 1, version=version, framework=framework))
 
-    assert of(None) == "vllm-0.32" and of("0.15.1") == "vllm-0.15" and of("0.8") == "vllm-0.10"
+    assert of(None) == "vllm-0.32" and of("0.15.1") == "vllm-0.15" and of("0.24.0") == "vllm-0.24"
+    assert of("0.8") == "vllm-0.10" and of("0.40.1") == "vllm-0.32"
     assert of(None, "sglang") == "sglang-0.5" and of("1.2.0", "tensorrt-llm") == "tensorrt-llm-1.0"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.comparing.compare import check_current, score_current
 from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import check_current, score_current
 from xgpt.comparing.vllm_command import REFUSED, TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Constraint

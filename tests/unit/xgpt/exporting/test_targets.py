@@ -70,8 +70,8 @@ def test_the_engine_to_plan_for_is_the_newest_version_by_number(
 ) -> None:
     plan = planned()
     engines = shutil.copytree(configs_dir() / "engines", tmp_path / "engines")
-    older = (engines / "sglang-0.5.yaml").read_text()
-    (engines / "sglang-0.10.yaml").write_text(older.replace("sglang-0.5", "sglang-0.10"))
+    file = engines / "sglang.yaml"
+    file.write_text(file.read_text().replace('newest: "0.5"', 'newest: "0.10"'))
     monkeypatch.setattr("xgpt.core.io.configs_dir", lambda: tmp_path)
     with pytest.raises(InputError, match=r"plan with `xgpt plan --engine sglang-0\.10`"):
         check_target(plan, "sglang")

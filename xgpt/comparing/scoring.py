@@ -1,0 +1,216 @@
+"""Predict the figures of a current deployment, with the engine, data types and memory that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import floor
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.comparing.current import CurrentEngine, check_model
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, Plan, Precision
+from xgpt.resolve import load_engine, nearest_engine
+from xscheduler.objectives.capacities import predicted_rate, with_capacity
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.space import Space
+
+
+def engine_name(current: CurrentEngine) -> str:
+    """Return the name of the shipped engine with which to score a deployment: its version, or the nearest known one."""
+    return nearest_engine(current.framework, current.version).name
+
+
+def runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
+    """Return whether a deployment's engine is this engine, in any version."""
+    return engine.framework == load_engine(engine_name(current)).framework
+
+
+def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
+    """Return the data types of a GPU deployment: that of weights and that of K/V."""
+    dtype = current.dtype or problem.model.default_dtype
+    return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
+
+
+def has_types(problem: Problem, current: CurrentEngine) -> bool:
+    profile = problem.profile
+    planned = profile.dtype, profile.kv_dtype or Precision.of(profile.dtype, problem.cluster.device.type).kv
+    return types_of(problem, current) == planned
+
+
+class Deployed(NamedTuple):
+    """A current deployment as plans describe engines.
+
+    Attributes:
+        engine: the engine with the command's settings. None on CPUs means the engine of the profile.
+        step_tokens: largest number of tokens in a step.
+    """
+
+    scheduler: Scheduler
+    placement: Placement
+    space: Space
+    engine: EngineSpec | None
+    step_tokens: int
+
+    @property
+    def in_flight(self) -> int:
+        """Number of tokens of running steps that the engine counts beside a window."""
+        engine, steps = self.engine, 1
+        if engine is not None and engine.counts_all_steps:
+            steps = max(len(self.space.limits.memory.lane), 1 + engine.schedules_ahead)
+        return steps * self.step_tokens
+
+    @property
+    def holds(self) -> float:
+        """Number of tokens of the longest request that fits into an otherwise empty K/V memory."""
+        return self.space.limits.memory.longest_request(self.step_tokens, self.in_flight)
+
+    def logged_tokens(self, context: int) -> int:
+        """Return the number of K/V tokens that the engine logs if requests may have `context` tokens."""
+        by_requests = self.engine is not None and self.engine.logs_requests
+        memory = self.space.limits.memory
+        return memory.logged_tokens(self.step_tokens, context, self.in_flight, by_requests=by_requests)
+
+
+def deployed(problem: Problem, current: CurrentEngine) -> Deployed:
+    """Return a current deployment with its placement and memory.
+
+    Raises:
+        InputError: the cluster has no such placement for the model.
+        InfeasibleError: the model does not fit on the devices.
+    """
+    if current.drafts is None:
+        problem = replace(problem, speculation=None)
+    if current.text_only:
+        problem = replace(problem, model=problem.model.but(tower_params=0))
+    device = problem.cluster.device
+    engine = None if problem.engine is None else current.as_started(problem.engine)
+    runs, share = engine, current.usable_memory
+    if device.type == "gpu":
+        runs = (engine or load_engine(engine_name(current))).but(max_batch=current.max_num_seqs)
+        share = share or runs.memory_share
+    cluster = problem.cluster.but(device=device if share is None else device.but(usable_memory=share))
+    chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=runs))
+    ep_degree = 1 if problem.model.experts is None else current.ep_degree
+    placement = chooser.candidates.uniform_placement(
+        "chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree
+    )
+    step_tokens = current.step_tokens(problem.model.max_context)
+    return Deployed(chooser, placement, chooser.candidates.space("chunked", placement), runs, step_tokens)
+
+
+def memory_note(problem: Problem, current: CurrentEngine) -> list[str]:
+    """Return a note on the size of K/V memory that vLLM logs when it starts, by which a user can check predictions."""
+    if problem.cluster.device.type != "gpu" or current.framework != "vllm":
+        return []
+    found = deployed(problem, current)
+    context = current.max_model_len or problem.model.max_context
+    if current.shortens:
+        context = min(context, int(found.holds))
+    assert found.engine is not None
+    logged = found.logged_tokens(context)
+    return [f'K/V memory: {found.engine.name} should log "GPU KV cache size: {logged:,} tokens" when it starts']
+
+
+def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
+    """Return a plan with the settings and the predicted figures of a running engine. The engine is assumed to chunk
+    prompts, and to allocate K/V as requests grow.
+
+    Args:
+        longest: length of the workload's longest request in tokens, input and output together. None means the longest
+            input plus the longest output.
+
+    Raises:
+        InputError: as in `check_current`, or the engine uses drafts with pipeline stages.
+        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request.
+    """
+    check_current(problem, current, longest)
+    if current.drafts is not None and current.num_stages > 1:
+        raise InputError("current", f"{current.num_stages} stages", "xgpt scores drafts only without pipeline stages")
+    found = deployed(problem, current)
+    if problem.cluster.device.type == "gpu":
+        _check_room(current, problem, found.holds, longest or _longest(problem))
+    micro, most = found.placement.microbatches, floor(found.space.capacity_beside(np.asarray([found.step_tokens]))[0])
+    settings = ChunkedSettings(
+        # A step runs one micro-batch. vLLM limits the tokens of a step, and the number of all running requests.
+        token_budget=micro * found.step_tokens,
+        max_batch=max(1, min(current.max_num_seqs, most)),
+        **found.placement.fixed,
+    )
+    plan = found.scheduler.score(settings, found.placement)
+    return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
+
+
+def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
+    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request.
+
+    Args:
+        holds: length in tokens of the longest request that fits into an otherwise empty K/V memory.
+        longest: length in tokens of the workload's longest request.
+
+    Raises:
+        InfeasibleError: K/V memory is too small.
+    """
+    model, needs, will = problem.model, longest, "refuse requests"
+    where = f"the longest request of {problem.workload.name}"
+    if not current.shortens:
+        needs, will = current.max_model_len or model.max_context, "not start"
+        where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
+    if holds < needs:
+        message = (
+            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs "
+            f"{needs}; give shorter requests or a smaller context, more devices, or the engine more of their memory"
+        )
+        raise InfeasibleError(message, binding="memory")
+
+
+def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:
+    """Check that the current deployment can be compared with plans for the same requests.
+
+    Raises:
+        InputError: the deployment needs too many devices, serves another model, has data types without step times or a
+            division of experts that cannot be scored, or rejects requests of the workload.
+    """
+    cluster, lengths = problem.cluster, problem.workload
+    check_model(current, problem.model.name)
+    if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
+        accepted = (
+            f"the weights of {problem.model.name} are in {problem.profile.dtype}: set `model` to the quantised "
+            "checkpoint that is served"
+        )
+        raise InputError("current: --quantization", current.quantization, accepted)
+    if current.num_devices > cluster.num_devices:
+        raise InputError(
+            "current",
+            f"{current.num_devices} devices",
+            f"{cluster.name} has only {cluster.num_devices}: give a larger `cluster`",
+        )
+    cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
+    if cuts_experts and problem.model.experts is not None:
+        accepted = (
+            "with several replicas vLLM divides each expert among all of them, which xgpt cannot score: add "
+            "--enable-expert-parallel"
+        )
+        raise InputError("current: --data-parallel-size", current.replicas, accepted)
+    # On a CPU vLLM uses the config's dtype, but step times are known only for the plans' dtype, float32.
+    is_known = current.dtype in (None, problem.profile.dtype)
+    if cluster.device.type == "gpu":
+        is_known = has_types(problem, current)
+    if not is_known:
+        weights, kv = types_of(problem, current)
+        accepted = f"the step times are for {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
+        raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
+    longest = longest or _longest(problem)
+    if current.max_model_len is not None and current.max_model_len < longest:
+        accepted = (
+            f"{lengths.name} has requests of {longest} tokens, which the engine would reject: give at least {longest}"
+        )
+        raise InputError("current: --max-model-len", current.max_model_len, accepted)
+
+
+def _longest(problem: Problem) -> int:
+    """Return the sum of a workload's longest input and longest output, in tokens."""
+    return problem.workload.input.lengths[-1] + problem.workload.output.lengths[-1]
