@@ -12,7 +12,7 @@ import re
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,23 +49,38 @@ MiB, and added 8 ms to every step."""
 KEPT_ANSWERS = 64
 """Number of grammars for which the process remembers whether it accepts them."""
 
-UNFORCED = '\n%llguidance {"no_forcing": true}\n'
-"""The last line of each grammar, which no earlier line can undo. Without it, llguidance computes after each token how
-much of the following text is certain, and allows only the usual tokens of that text. A model prefers these tokens
-anyway. For a constant of 60,000 characters, the computation adds 6 to 15 ms to every step.
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+RULES = r"""
+object: "{" WS? (member ("," WS? member)*)? "}"
+member: STRING WS? ":" WS? value WS?
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+array: "[" WS? (element ("," WS? element)*)? "]"
+element: value WS?
+STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+WS: /[ \t\r\n]{1,64}/
+
+%llguidance {"no_forcing": true}
 """
-DENSE = {"x-guidance": {"whitespace_flexible": False}}
+"""The end of each grammar: JSON without a schema, and white space, which is bounded, so that no output is endless.
+
+No earlier line can undo `no_forcing`. Without it, llguidance computes after each token how much of the following text
+is certain, and allows only the usual tokens of that text. A model prefers these tokens anyway. For a constant of 60,000
+characters, the computation adds 6 to 15 ms to every step. Source of the JSON: RFC 8259.
+"""
+OPTIONS = {
+    "x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,64}", "json_allow_general_unicode_escapes": True},
+}
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar of a JSON schema's values, without space between their parts, so that no output is endless
-    white space."""
+    """Return the grammar of a JSON schema's values."""
     return f"start: {json_rule(schema)}\n"
 
 
 def json_rule(schema: dict[str, Any]) -> str:
     """Return a Lark term that matches the values of a JSON schema."""
-    return f"%json {json.dumps(schema | DENSE)}"
+    return "object" if schema == ANY_OBJECT else f"%json {json.dumps(schema | OPTIONS)}"
 
 
 def regex_grammar(pattern: str) -> str:
@@ -79,69 +94,28 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
-def any_of(opened: Mapping[str, dict[str, Any]]) -> str:
-    """Return Lark alternatives, one for each opening: the opening, a value of its JSON schema, and "}".
-
-    Args:
-        opened: schemas by openings. Each schema is a separate document, within which `$ref` is resolved.
-    """
-    ways = (f'{json.dumps(opening)} {json_rule(schema)} "}}"' for opening, schema in opened.items())
-    return " | ".join(ways)
-
-
-def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool = False) -> str:
+def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool, may_lack_end: bool) -> str:
     """Return the grammar of an output: reasoning, if there is any, and then the rule `answer`.
 
     Args:
         answer: Lark rules. The rule `answer` matches the output after the reasoning.
-        begin, end: Lark terms of the marks around reasoning, or empty.
-        is_open: whether the output begins within reasoning. The output must then end the reasoning.
+        begin, end: Lark terms of the marks around reasoning.
+        free: ids of the tokens that are not text, except the end mark's, as Lark writes them.
+        is_open: whether the output begins within reasoning.
+        may_lack_end: whether the output may end within reasoning.
     """
-    if not end:
-        return f"start: answer\n{answer}"
     # If the mark is text, its first occurrence ends the reasoning. If the mark is a token, only this token ends the
     # reasoning.
-    ended = "ended: THOUGHT " if end.startswith("<[") else "ended[lazy]: THOUGHT "
-    thought = f"thought: {'' if is_open else f'SPACE? {begin} '}ended SPACE?"
-    return (
-        f"start: {'thought' if is_open else 'thought?'} answer\n{answer}\n{thought}\n{ended}{end}\n"
-        "THOUGHT: /(.|\\n)*/\nSPACE: /[ \\n]{1,8}/\n"
+    unended = (
+        ""
+        if end.startswith("<[")
+        else f" & ~/(.|\\n)*{re.escape(json.loads(end)).replace('/', chr(92) + '/')}(.|\\n)*/"
     )
-
-
-def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) -> str:
-    """Return the grammar of free text in which the rule `called` follows each trigger.
-
-    Args:
-        trigger: text, or the id of a special token.
-        called: Lark rules. The rule `called` matches the text after a trigger.
-        free: tokens that are not text, and that may occur anywhere in the text.
-    """
-    if isinstance(trigger, int):
-        tag = f"tag: TEXT <[{trigger}]> called"
-    else:
-        tag = f"tag: trigger called\ntrigger[lazy]: TEXT {json.dumps(trigger)}"
-    return f"{_free_text(free)}{tag}\n{called}\n"
-
-
-def opened_grammar(opened: Mapping[str, dict[str, Any]], free: Collection[int]) -> str:
-    """Return the grammar of free text in which a value of its JSON schema and "}" follow each opening.
-
-    Args:
-        opened: schemas by openings.
-        free: tokens that are not text, and that may occur anywhere in the text.
-    """
-    rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
-    for number, (opening, schema) in enumerate(opened.items()):
-        rules.append(f'tag_{number}: trigger_{number} {json_rule(schema)} "}}"')
-        rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(opening)}")
-    return _free_text(free) + "\n".join(rules) + "\n"
-
-
-def _free_text(free: Collection[int]) -> str:
-    """Return the rules of text with tags, except the rule `tag`."""
-    start = f"start: (tag | other)* text\nother: TEXT <[{ranges(free)}]>\n" if free else "start: tag* text\n"
-    return f"{start}text: TEXT\nTEXT: /(.|\\n)*/\n"
+    ended = f"last: THOUGHT {end}" if end.startswith("<[") else f"last[lazy]: THOUGHT {end}"
+    begun = ("" if is_open else f"WS? {begin} ") + (f"(THOUGHT <[{free}]>)* " if free else "")
+    optional = "" if is_open else " | answer"
+    cut = f" | {begun}THOUGHT" if may_lack_end else ""
+    return f"start: {begun}last WS? answer{optional}{cut}\n{answer}{ended}\nTHOUGHT: /(.|\\n)*/{unended}\n"
 
 
 def ranges(tokens: Collection[int]) -> str:
@@ -241,7 +215,7 @@ class Grammars:
         tokenizer = self._read.result()
         limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_lexer_states=STATES)
         begin_s = time.thread_time()
-        compiled = Compiled(LLMatcher(tokenizer, grammar + UNFORCED, limits=limits), time.thread_time() - begin_s)
+        compiled = Compiled(LLMatcher(tokenizer, grammar + RULES, limits=limits), time.thread_time() - begin_s)
         if len(grammar) > LONG_BYTES:  # its request may be cancelled before it begins
             weakref.finalize(compiled, give_back_soon).atexit = False
         return compiled

@@ -14,9 +14,9 @@ from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, f
 from tests.heap import set_heap_aside
 from tests.rings import few
 from xrunner.server.access.keys import ApiKeys
-from xrunner.server.api.call_formats import HERMES
-from xrunner.server.api.call_reader import Calls
 from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.formats import HERMES
+from xrunner.server.api.reader import OutputReader
 from xrunner.server.api.text import TextCodec
 
 LONGEST_S = 0.1
@@ -275,11 +275,11 @@ def test_reading_calls_takes_time_in_proportion(begin: str, piece: str) -> None:
     a call once took ours quadratic time."""
 
     def took_s(count: int) -> float:
-        calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
+        reader, begin_s = OutputReader(HERMES), time.thread_time()
         for part in [begin, *[piece] * count]:
-            calls.push(part)
-            calls.found.pieces()
-        calls.end()
+            reader.push(part)
+            reader.found.pieces()
+        reader.push("", is_end=True)
         return time.thread_time() - begin_s
 
     took_s(100)

@@ -10,7 +10,6 @@ from typing import Any
 
 from xgpt.core.errors import InputError, nearest
 from xrunner.server.api import rendering
-from xrunner.server.api.call_formats import call_format
 from xrunner.server.api.directory import read_settings, special_tokens
 from xrunner.server.api.errors import quoted
 
@@ -130,6 +129,9 @@ class ChatTemplate:
         special_tokens: texts of special tokens, by the names that the template uses (bos_token, ...).
         named: further templates by name. `tool_use` renders chats with functions.
 
+    Attributes:
+        source, tool_use: the templates of chats, and of chats with functions.
+
     Raises:
         InputError: a template is not valid Jinja.
     """
@@ -138,10 +140,9 @@ class ChatTemplate:
         self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
     ) -> None:
         self.source = source
-        tool_use = (named or {}).get("tool_use", source)
+        self.tool_use = tool_use = (named or {}).get("tool_use", source)
         self._template = _Template(source, special_tokens or {})
         self._with_tools = self._template if tool_use == source else _Template(tool_use, special_tokens or {})
-        self.call_format = call_format(tool_use)
 
     def render(
         self,

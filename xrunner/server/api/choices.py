@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from xrunner.generation import Logprobs, Token
 from xrunner.server.api.protocol import ChatRequest, GenerationRequest
+from xrunner.server.api.reader import Said
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
 from xrunner.server.api.tools import NamedTool, ToolCall
 from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, TokenReport
@@ -120,15 +121,18 @@ class Choice:
         piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
         if token.finish is not None:
             piece += self._detokenizer.flush()
-        text, self.stopped_at = self._stops.push(piece)
+        is_thinking = self._reader is not None and self._reader.is_thinking
+        self.num_reasoning += is_thinking
+        said = Said("", piece)
+        if self._reader is not None:
+            said = self._reader.push(piece, is_end=token.finish is not None)
+        # Stop strings end the answer. They may occur in the reasoning.
+        text, self.stopped_at = self._stops.push(said.text)
         self.finish = token.finish if self.stopped_at is None else "stop"
         if self.finish is not None and self.stopped_at is None:
             text += self._stops.flush()
         if self._reader is None:
             return Delta(self._index, text, token.token, self.finish)
-        is_thinking = self._reader.is_thinking
-        said = self._reader.push(text, is_end=self.finish is not None)
-        self.num_reasoning += is_thinking
         if self.finish is not None:
             self.calls = self._reader.found.calls()
         # If the client has named the function, the model did not choose it: the output ends with "stop", as at OpenAI.
@@ -136,7 +140,7 @@ class Choice:
             self.finish = "tool_calls"
         pieces = self._reader.found.pieces()
         return Delta(
-            self._index, said.text, token.token, self.finish, None, False, pieces, True, said.reasoning, is_thinking
+            self._index, text, token.token, self.finish, None, False, pieces, True, said.reasoning, is_thinking
         )
 
     def _report(self, token: int, score: Logprobs | None) -> TokenReport:

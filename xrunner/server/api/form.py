@@ -1,47 +1,38 @@
-"""Describe the form of a chat's output (reasoning, an answer, calls), and provide its grammar and its reader."""
+"""Describe the form of a chat's output (reasoning, an answer, calls), and provide its grammar and its reader.
+
+With `tool_choice` auto, only the frame of a call is restricted: a call of a declared function has arguments that are a
+JSON object. They follow the function's schema if the function is `strict`, or if a function must be called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xrunner.grammar import whole_grammar
-from xrunner.server.api.call_formats import HERMES, CallFormat, Schemas
-from xrunner.server.api.call_reader import CallList, Calls
-from xrunner.server.api.harmony import Harmony, HarmonyReader, harmony_of
-from xrunner.server.api.reasoning import Marks, Said, Thought, ThoughtReader, marks_of, thought_after
+from xrunner.grammar import json_rule, ranges, whole_grammar
+from xrunner.server.api.calls import Types
+from xrunner.server.api.formats import (
+    HERMES,
+    MESSAGE,
+    OBJECTS,
+    CallFormat,
+    Marks,
+    Opening,
+    Thought,
+    call_format,
+    marks_of,
+    pieces,
+    thought_after,
+)
+from xrunner.server.api.reader import OutputReader
 from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, NamedTool, Tool, ToolChoice, must_call
 
-
-class ChatReader:
-    """Reads reasoning at the beginning of an output, then text with calls in it.
-
-    Attributes:
-        found: the calls so far.
-    """
-
-    def __init__(self, thought: Thought | None, calls: Calls | None) -> None:
-        self._thought = None if thought is None else ThoughtReader(thought)
-        self._calls = calls
-        self.found = CallList(None) if calls is None else calls.found
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the output is within reasoning now."""
-        return self._thought is not None and self._thought.is_thinking
-
-    def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
-        said = Said("", piece) if self._thought is None else self._thought.push(piece, is_end=is_end)
-        if self._calls is None:
-            return said
-        text = self._calls.push(said.text)
-        return said._replace(text=text + self._calls.end() if is_end else text)
-
-
-OutputReader = ChatReader | HarmonyReader
-"""Splits an output's text into reasoning, answer and calls, piece by piece."""
+Schemas = Mapping[str, dict[str, Any]]
+"""JSON schemas of functions' arguments, by the functions' names."""
+TEXT_RULE = "TEXT: /(.|\\n)*/\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +41,7 @@ class OutputForm:
 
     Attributes:
         calls: the format of calls.
+        is_known: whether the checkpoint shows that it has this format of calls.
         marks: marks around reasoning. None means that the model shows no reasoning, or the format of calls includes
             reasoning.
         thought: the reasoning with which the output after a given prompt may begin. None means that the output has no
@@ -58,24 +50,30 @@ class OutputForm:
     """
 
     calls: CallFormat = HERMES
+    is_known: bool = False
     marks: Marks | None = None
     thought: Thought | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, template: str, format_: CallFormat, added: Mapping[str, int]) -> OutputForm:
+    def of(cls, template: str, added: Mapping[str, int], tool_template: str = "") -> OutputForm:
         """Return the form of a checkpoint's outputs.
 
         Args:
             template: the checkpoint's chat template.
-            format_: the format of calls that the template describes.
             added: ids of the tokenizer's tokens that are not text.
+            tool_template: its template for chats with functions, if that is another one.
         """
-        if (harmony := harmony_of(added)) is not None:
-            return cls(harmony.written_with(added))
-        marks = marks_of(template, added)
+        found = call_format(tool_template or template, added)
+        calls = (found or HERMES).written_with(added)
+        marks = None if calls.on_channels else marks_of(template, added)
         around = "".join(marks or ())
-        return cls(format_.written_with(added), marks, tokens={t: id_ for t, id_ in added.items() if t in around})
+        return cls(calls, found is not None, marks, tokens={t: id_ for t, id_ in added.items() if t in around})
+
+    def __str__(self) -> str:
+        calls = self.calls.families if self.is_known else "none found, so Hermes' is assumed"
+        reasoning = "on channels" if self.calls.on_channels else f"{self.marks.begin!r}" if self.marks else "none found"
+        return f"format of calls: {calls}; marks of reasoning: {reasoning}"
 
     def within(self, vocab_size: int) -> OutputForm:
         """Return the form for a model whose logits cover only the first `vocab_size` tokens."""
@@ -87,56 +85,181 @@ class OutputForm:
 
     def shown(self, choice: ToolChoice) -> frozenset[int]:
         """Return the special tokens that the reader treats as text."""
-        is_read = choice != "none" or isinstance(self.calls, Harmony)
+        is_read = choice != "none" or self.calls.on_channels
         return frozenset(self.tokens.values()) | frozenset(self.calls.special.values() if is_read else ())
 
-    def reader(self, choice: ToolChoice, most: int | None = None) -> OutputReader | None:
+    def reader(
+        self, choice: ToolChoice, most: int | None = None, types: Mapping[str, Types] | None = None
+    ) -> OutputReader | None:
         """Return a reader of one output, or None if the whole output is the answer.
 
         Args:
             most: largest number of calls. Further calls are left out. None means no limit.
+            types: the types of the parameters of each declared function.
         """
         takes_calls = choice != "none"
-        if isinstance(self.calls, Harmony):
-            return HarmonyReader(self.calls, calls=takes_calls, most=most)
-        if not takes_calls and self.thought is None:
+        if not takes_calls and self.thought is None and not self.calls.on_channels:
             return None
-        return ChatReader(self.thought, Calls(choice, most, self.calls) if takes_calls else None)
+        is_call = must_call(choice) and not self.calls.on_channels
+        calls = replace(self.calls, openings=OBJECTS, ends=()) if is_call else self.calls
+        return OutputReader(calls, self.thought, takes_calls=takes_calls, is_call=is_call, most=most, types=types)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        formatted: dict[str, Any] | None = None,
-        free: Container[str] = (),
-    ) -> str | None:
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, formatted: dict[str, Any] | None = None) -> str | None:
         """Return the grammar of an output, after any reasoning, or None if the output is not restricted.
 
         Args:
             formatted: the JSON schema of the answer. None means that the answer is free text.
-            free: functions whose arguments may be any object.
         """
-        schemas = None if choice == "none" or not tools else _schemas(tools, choice, free)
-        if schemas is not None and must_call(choice):
-            rules = self.calls.call(schemas)
-        elif formatted is not None:
-            rules = self.calls.answer(schemas, formatted)
+        schemas = {} if choice == "none" else _schemas(tools, choice)
+        if not schemas and formatted is None:
+            return None
+        if must_call(choice):
+            formatted = None
+        is_free = formatted is None and not must_call(choice)
+        if self.calls.on_channels:
+            return self._on_channels(schemas, formatted, is_free=is_free)
+        if is_free:
+            answer = self._free(schemas)
+        elif formatted is None:
+            answer = f"answer: {' | '.join(self._called(self.calls.bare, *each) for each in schemas.items())}\n"
         else:
-            return None if schemas is None else self.calls.grammar(schemas)
-        begin, end = ("", "") if self.thought is None else (self.terms(mark) for mark in self.thought.marks)
-        is_open = self.thought is not None and self.thought.is_open
-        return whole_grammar(rules, begin, end, is_open=is_open)
+            answer = f"answer: {json_rule(formatted)}{' | calls' if schemas else ''}\n"
+            answer += self._only(schemas) if schemas else ""
+        if not answer or self.thought is None:
+            return answer and f"start: answer\n{answer}{TEXT_RULE}"
+        begin, end = (self.terms(mark, self.tokens) for mark in self.thought.marks)
+        if is_free and not self.thought.is_open and not end.startswith("<["):
+            return None  # a call that is quoted in reasoning could not be distinguished from one in the answer
+        free = self.calls.free - {self.tokens.get(self.thought.marks.end)}
+        return whole_grammar(
+            answer + TEXT_RULE, begin, end, ranges(free), is_open=self.thought.is_open, may_lack_end=is_free
+        )
 
-    def terms(self, mark: str) -> str:
-        """Return a mark as Lark terms."""
-        return replace(self.calls, special=self.tokens).terms(mark)
+    def terms(self, text: str, special: Mapping[str, int] | None = None) -> str:
+        """Return a text as Lark terms, with tokens that are not text by their ids."""
+        special = self.calls.special if special is None else special
+        if not special:
+            return json.dumps(text)
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
+        return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+    def _called(self, opening: Opening, name: str, schema: dict[str, Any]) -> str:
+        """Return the terms of a call from its opening to its closing text.
+
+        The text is divided into JSON's tokens: longer pieces could not be distinguished from the beginning of an answer
+        that is also an object.
+        """
+        head = opening.head.replace("%n", name) if opening.is_object else opening.filled(name)
+        parts = re.findall(r'%[_-]|"[^"]*"|[^"%]', head) if opening.is_object else [head]
+        before = " ".join("WS?" if part in ("%_", "%-") else self.terms(part) for part in parts)
+        close = 'WS? "}"' if opening.is_object else f"WS? {self.terms(opening.close)}" if opening.close else ""
+        return f"{before} WS? {json_rule(schema)} {close}"
+
+    def _only(self, schemas: Schemas) -> str:
+        """Return the rule `calls` for calls with their marks."""
+        calls = self.calls
+        opening = next((each for each in calls.openings if each.arguments is None), OBJECTS[0])
+        called = " | ".join(self._called(opening, *each) for each in schemas.items())
+        begin = self.terms(calls.begins[0]) if calls.begins else ""
+        ends = f"WS? {self.terms(calls.ends[0])}" if calls.begins and calls.ends else ""
+        if calls.is_list:
+            return f'calls: {begin} WS? "[" WS? one_call ("," WS? one_call)* "]" {ends}\none_call: ({called}) WS?\n'
+        if not calls.ends and begin:  # each call has the mark
+            return f"calls: one_call+\none_call: {begin} ({called})\n"
+        return f"calls: one_call (WS? one_call)*\none_call: {begin} WS? ({called}) {ends}\n"
+
+    def _free(self, schemas: Schemas) -> str:
+        """Return the rule `answer` for text with calls in it, or "" if there is no call whose frame can be held.
+
+        Once a call of a declared function has begun, its arguments are JSON. A mark by itself does not begin a call:
+        models also write other text after it.
+        """
+        calls = self.calls
+        openings = [each for each in calls.openings if each.arguments is None]
+        heads = [
+            each.head if each.is_object else calls.begins[0] * (each.head[0] == "%") + each.head for each in openings
+        ]
+        if not heads:
+            return ""
+        marked = next((token for token in calls.special if heads[0].startswith(token)), None)
+        rules, free = [], calls.free
+        if marked is None:
+            if any(token in head for token in calls.special for head in heads):
+                return ""
+            loose = [name for name, schema in schemas.items() if schema is ANY_ARGUMENTS]
+            groups = [(loose, ANY_ARGUMENTS)] if loose else []
+            groups += [([name], schema) for name, schema in schemas.items() if schema is not ANY_ARGUMENTS]
+            close = 'WS? "}"' if openings[0].is_object else ""
+            for number, (names, schema) in enumerate(groups):
+                named = f"({'|'.join(map(re.escape, names))})"
+                spelt = "|".join(_expression(head, named) for head in heads)
+                rules.append(f"tag_{number}: trigger_{number} WS? {json_rule(schema)} {close}")
+                rules.append(f"trigger_{number}[lazy]: TEXT /{spelt}/")
+            rules.append(f"tag: {' | '.join(f'tag_{number}' for number in range(len(groups)))}")
+        else:
+            # Nothing but calls follows a token of their format. A function that is not declared may have any arguments.
+            free = free - {calls.special[marked]}
+            held = {name: schema for name, schema in schemas.items() if schema is not ANY_ARGUMENTS}
+            others = f"NAME: /[A-Za-z0-9_.-]+/{''.join(f' & ~{json.dumps(name)}' for name in held)}"
+            ways: list[str] = []
+            for head in heads:
+                before, after = head.removeprefix(marked).split("%n")
+                for name, schema in [
+                    ("NAME", ANY_ARGUMENTS),
+                    *((json.dumps(name), each) for name, each in held.items()),
+                ]:
+                    ways.append(f"{self._parts(before)} {name} {self._parts(after)} WS? {json_rule(schema)}")
+            rules += [f"tag: TEXT <[{calls.special[marked]}]> WS? ({' | '.join(ways)})", others]
+        other = f"other: TEXT <[{ranges(free)}]>\n" if free else ""
+        return f"answer: (tag{' | other' if free else ''})* text\n{other}text: TEXT\n" + "\n".join(rules) + "\n"
+
+    def _parts(self, pattern: str) -> str:
+        """Return the part of a head before or after a function's name as Lark terms."""
+        found = re.split(r"(%[i_-])", pattern)
+        codes = {"%i": "/[A-Za-z0-9]{9}/" if self.calls.short_ids else "/[0-9]+/", "%_": "WS?", "%-": "WS?"}
+        return " ".join(codes.get(part) or self.terms(part) for part in found if part)
+
+    def _on_channels(self, schemas: Schemas, formatted: dict[str, Any] | None, *, is_free: bool) -> str:
+        """Return the grammar of messages on channels: messages of reasoning, then calls or an answer."""
+        channel, message, constrain, start, end = (
+            self.terms(mark) for mark in ("<|channel|>", MESSAGE, "<|constrain|>", "<|start|>", "<|end|>")
+        )
+        head = f'head: ({channel} "commentary")? (" "? {constrain} "json" | " json")? {message}\n'
+        if is_free:
+            held = {name: schema for name, schema in schemas.items() if schema is not ANY_ARGUMENTS}
+            others = f"NAME: /[A-Za-z0-9_.-]+/{''.join(f' & ~{json.dumps(name)}' for name in held)}\n"
+            names = [f"NAME head {json_rule(ANY_ARGUMENTS)}"]
+            names += [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in held.items()]
+            return (
+                f"start: (tag | other)* TEXT\nother: TEXT <[{ranges(self.calls.free)}]>\ntag: to_function name\n"
+                f'to_function[lazy]: TEXT "to=functions."\nname: {" | ".join(names)}\n{others}{head}{TEXT_RULE}'
+            )
+        ways = []
+        if schemas:
+            called = [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in schemas.items()]
+            ways.append(f'{channel} "commentary to=functions." ({" | ".join(called)})')
+        if formatted is not None:
+            ways.append(f'{channel} "final" (" "? {constrain} "json")? {message} {json_rule(formatted)}')
+        analysis = f'analysis: {channel} "analysis" {message} TEXT {end} {start} "assistant"\n'
+        return f"start: analysis* ({' | '.join(ways)})\n{analysis}{head}{TEXT_RULE}"
 
 
-def _schemas(tools: Sequence[Tool], choice: ToolChoice, free: Container[str]) -> Schemas:
-    """Return the schemas of the functions that may be called."""
+def _expression(head: str, name: str) -> str:
+    """Return a head as a regular expression in a Lark terminal. White space at its end is left out."""
+    codes = {"%n": name, "%i": "[A-Za-z0-9]+", "%_": "[ \\n]{0,8}", "%-": "[ \\n]{0,8}"}
+    return "".join(
+        codes.get(piece) or re.escape(piece).replace("/", "\\/").replace("\\\n", "\\n")
+        for piece in pieces(head.removesuffix("%_").removesuffix("%-"))
+    )
+
+
+def _schemas(tools: Sequence[Tool], choice: ToolChoice) -> Schemas:
+    """Return the schemas of the functions that may be called. If none must be, only those of strict functions hold."""
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     return {
-        tool.function.name: ANY_ARGUMENTS if tool.function.name in free else tool.function.parameters or NO_ARGUMENTS
+        tool.function.name: (tool.function.parameters or NO_ARGUMENTS)
+        if tool.function.strict or must_call(choice)
+        else ANY_ARGUMENTS
         for tool in tools
     }

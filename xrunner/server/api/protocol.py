@@ -34,8 +34,10 @@ import msgspec
 from msgspec import Meta
 
 from xrunner.generation import SamplingParams
+from xrunner.server.api.calls import types_of
 from xrunner.server.api.errors import quoted, refuse
-from xrunner.server.api.form import OutputForm, OutputReader
+from xrunner.server.api.form import OutputForm
+from xrunner.server.api.reader import OutputReader
 from xrunner.server.api.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
 
 MAX_LOGPROBS = 20
@@ -558,7 +560,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return texts + memory_of(self.tools, self.chat_template_kwargs, self.response_format)
 
     def forget_text(self) -> None:
-        self.__dict__ |= {"kept_grammar": self.grammar, "kept_choice": self.chosen_tools}
+        kept = {"grammar": self.grammar, "choice": self.chosen_tools, "types": types_of(self.tools or ())}
+        self.__dict__ |= {f"kept_{name}": value for name, value in kept.items()}
         self.messages, self.tools, self.response_format, self.chat_template_kwargs = [], None, None, None
 
     @property
@@ -580,9 +583,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         if "kept_grammar" in self.__dict__:
             kept: str | None = self.__dict__["kept_grammar"]
             return kept
-        free: set[str] | None = self.__dict__.get("free", set())
-        choice = "none" if free is None else self.chosen_tools
-        return self.form.grammar(self.tools or (), choice, self.answer_schema, free or ())
+        choice = "none" if "is_free" in self.__dict__ else self.chosen_tools
+        return self.form.grammar(self.tools or (), choice, self.answer_schema)
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
@@ -606,12 +608,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         """Accept a `max_tokens` that is more than fits into the context."""
         self.__dict__["fills_context"] = True
 
-    def leave_free(self, name: str | None) -> None:
-        """Let the function `name` be called with any arguments. None means that calls may be any text."""
-        if name is None:
-            self.__dict__["free"] = None
-        else:
-            self.__dict__.setdefault("free", set()).add(name)
+    def leave_free(self) -> None:
+        """Let calls be any text."""
+        self.__dict__["is_free"] = True
 
     @property
     def form(self) -> OutputForm:
@@ -628,7 +627,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return self.form.shown(self.chosen_tools)
 
     def reader(self) -> OutputReader | None:
-        return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None)
+        types = self.__dict__.get("kept_types") or types_of(self.tools or ())
+        return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None, types)
 
     def _allow_tools(self) -> None:
         """Remove the functions that `tool_choice` does not allow. Raises ApiError (400)."""

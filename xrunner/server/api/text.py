@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from xgpt.core.errors import InputError, cut
 from xgpt.core.schema import ModelSpec
 from xrunner.grammar import Grammars
-from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
 from xrunner.server.api.directory import read_tokenizer, special_tokens
 from xrunner.server.api.form import OutputForm
@@ -52,11 +51,8 @@ class TextCodec:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
-        self.form = OutputForm.of(
-            "" if chat_template is None else chat_template.source,
-            HERMES if chat_template is None else chat_template.call_format,
-            {token.content: id_ for id_, token in added.items()},
-        )
+        sources = ("", "") if chat_template is None else (chat_template.source, chat_template.tool_use)
+        self.form = OutputForm.of(sources[0], {token.content: id_ for id_, token in added.items()}, sources[1])
         self.eos_token_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
         self.added = frozenset(added)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)

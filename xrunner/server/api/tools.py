@@ -1,8 +1,7 @@
 """Define the functions that a chat may call, as requests declare them, and calls, as messages contain them.
 
-With `tool_choice` auto, a model writes a call in the format that its template describes (`call_formats`), and the
-call's arguments follow the function's schema. If a function must be called, the output is only the call. `form` has the
-grammar of outputs, and reads them.
+With `tool_choice` auto, a model writes a call in the format that its template describes (`formats`). If a function must
+be called, the output is only the call. `form` has the grammar of outputs, and `reader` reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Function(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         parameters: a JSON schema of an object. None means that the function takes no arguments.
-        strict: has no effect, since arguments always follow the schema.
+        strict: whether arguments always follow the schema. If a function must be called, they always do.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]

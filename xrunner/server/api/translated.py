@@ -17,7 +17,7 @@ from xrunner.server.api.protocol import ChatRequest, TextPart
 from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
 
 if TYPE_CHECKING:
-    from xrunner.server.api.call_reader import CallPiece
+    from xrunner.server.api.calls import CallPiece
     from xrunner.server.api.choices import Choice
 
 Kind = Literal["reasoning", "text", "call"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import msgspec
 
 if TYPE_CHECKING:
-    from xrunner.server.api.call_reader import CallPiece
+    from xrunner.server.api.calls import CallPiece
     from xrunner.server.api.choices import Choice
     from xrunner.server.api.errors import ApiError
     from xrunner.server.api.protocol import GenerationRequest

@@ -36,7 +36,6 @@ from xrunner.server.api.protocol import (
     TokenizeRequest,
 )
 from xrunner.server.api.text import ServedModel
-from xrunner.server.api.tools import must_call
 from xrunner.server.api.translated import Translated
 from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
@@ -269,28 +268,25 @@ class Service:
         check_support(request, self._model, self._engine)
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
-        """Refuse grammars that outputs cannot follow. If a grammar is only for optional calls, drop it instead."""
-        field = "tools" if must_call(request.chosen_tools) else "response_format"
+        """Refuse grammars that outputs cannot follow. An engine without grammars leaves optional calls free."""
         try:
             grammar = request.grammar
         except RecursionError:
-            refuse(
-                "tools" if request.chosen_tools != "none" else field,
-                "its JSON schema nests too deeply; send a flatter one",
-            )
+            field = "tools" if request.chosen_tools != "none" else "response_format"
+            refuse(field, "its JSON schema nests too deeply; send a flatter one")
         if grammar is None or (reason := await self._why_not(info, grammar)) is None:
             return
-        if request.chosen_tools == "auto":
-            for tool in request.tools or () if self._model.grammars is not None else ():
-                if await self._why_not(info, json_grammar(tool.function.parameters or {})) is not None:
-                    request.leave_free(tool.function.name)
+        is_strict = any(tool.function.strict for tool in request.tools or ())
+        if request.chosen_tools == "auto" and (self._model.grammars is None or not is_strict):
+            request.leave_free()
             if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
                 return
-            request.leave_free(None)
-            if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
-                return
-        said = _first_line(reason)
-        refuse(field, f"{await self._wrong_part(info, request.schemas(field), said)} is not accepted: {cut(said)}")
+        said, part = _first_line(reason), "it"
+        field = "tools" if request.chosen_tools != "none" else "response_format"
+        for tried in ("response_format", "tools"):
+            if part == "it" and (part := await self._wrong_part(info, request.schemas(tried), said)) != "it":
+                field = tried
+        refuse(field, f"{part} is not accepted: {cut(said)}")
 
     async def _wrong_part(self, info: RequestInfo, schemas: Iterable[tuple[str, dict[str, Any]]], said: str) -> str:
         """Return the path of the smallest part of these schemas that is refused for the same reason, or "it" if there

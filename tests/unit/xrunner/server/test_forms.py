@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,18 +12,25 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.attack.target import save_checkpoint
 from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.grammar import Grammars
-from xrunner.server.api.call_formats import HERMES, LLAMA, MISTRAL, MISTRAL_IDS
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.form import OutputForm
-from xrunner.server.api.harmony import MARKS
-from xrunner.server.api.reasoning import ALL_MARKS, Marks, thought_after
+from xrunner.server.api.formats import (
+    ALL_MARKS,
+    DEEPSEEK,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_LIST,
+    QWEN_CODER,
+    Marks,
+    thought_after,
+)
 from xrunner.server.api.text import TextCodec
 from xrunner.server.api.tools import Tool
 
@@ -36,14 +42,15 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 
 {% endif %}{% endif %}{# past reasoning ends at </think> #}"""
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
 TOOLS = msgspec.convert([TOOL], list[Tool])
+STRICT = msgspec.convert([TOOL | {"function": TOOL["function"] | {"strict": True}}], list[Tool])
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place":"Rome"}}\n</tool_call>'
 
 
 def harmony_tokenizer() -> Tokenizer:
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in HARMONY.found])
     return tokenizer
 
 
@@ -150,28 +157,11 @@ def test_tokens_of_reasoning_are_counted(servers: dict[str, str]) -> None:
     assert "completion_tokens_details" not in harmony
 
 
-@given(st.lists(st.integers(0, 200)), st.sampled_from(WRITTEN))
-def test_the_cut_of_an_output_into_pieces_does_not_matter(cuts: list[int], written: Any) -> None:
-    family, text, _ = written
-    tokens = {mark: number for number, mark in enumerate(MARKS)} if family == "harmony" else {}
-    form = OutputForm.of("</think>", HERMES, tokens).after("")
-
-    def read(pieces: list[str]) -> tuple[str, str, list[str]]:
-        reader = form.reader("auto")
-        assert reader is not None
-        said = [reader.push(piece) for piece in pieces] + [reader.push("", is_end=True)]
-        calls = [call.function.arguments for call in reader.found.calls()]
-        return "".join(each.reasoning for each in said), "".join(each.text for each in said), calls
-
-    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert read([text[start:end] for start, end in itertools.pairwise(edges)]) == read([text])
-
-
 @pytest.mark.parametrize("marks", ALL_MARKS)
 def test_a_template_or_a_tokenizer_says_what_stands_around_reasoning(marks: Marks) -> None:
-    assert OutputForm.of(f"content.split('{marks.end}')", HERMES, {}).marks == marks
-    assert OutputForm.of("", HERMES, {marks.begin.strip(): 1, marks.end: 2}).marks == marks
-    assert OutputForm.of("", HERMES, {}).marks is None
+    assert OutputForm.of(f"content.split('{marks.end}')", {}).marks == marks
+    assert OutputForm.of("", {marks.begin.strip(): 1, marks.end: 2}).marks == marks
+    assert OutputForm.of("", {}).marks is None
     assert thought_after("<a>", None) is None
 
 
@@ -197,7 +187,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("small")) / "tokenizer.json"
 
 
-def grammars_of(path: Path, added: list[str], *, special: bool) -> tuple[Grammars, Tokenizer, dict[str, int]]:
+def grammars_of(path: Path, added: list[str], *, special: bool) -> tuple[Grammars, Tokenizer, dict[str, Any]]:
     tokenizer = Tokenizer.from_file(str(path))
     tokens = [AddedToken(text, special=special, normalized=False) for text in added]
     (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
@@ -209,7 +199,7 @@ def grammars_of(path: Path, added: list[str], *, special: bool) -> tuple[Grammar
 @pytest.mark.parametrize("added", [[], ["<think>", "</think>"]])
 def test_an_output_that_is_held_to_something_may_think_first(small: Path, added: list[str]) -> None:
     grammars, tokenizer, tokens = grammars_of(small, added, special=False)
-    form = OutputForm.of("</think>", HERMES, tokens)
+    form = OutputForm.of("</think>", tokens)
     for grammar_of, right, wrong in (
         (lambda form: form.grammar((), "none", VALUE), '{"n":1}', '{"n":3}'),
         (lambda form: form.grammar(TOOLS, "required"), OBJECT_CALL, OBJECT_CALL.replace("Rome", "Paris")),
@@ -230,36 +220,147 @@ def test_an_output_that_is_held_to_something_may_think_first(small: Path, added:
         (OutputForm(HERMES), CALL),
         (OutputForm(LLAMA), '{"name": "weather", "parameters": {"place":"Rome"}}'),
         (OutputForm(MISTRAL), '[TOOL_CALLS]weather[ARGS]{"place":"Rome"}'),
-        (OutputForm(MISTRAL_IDS), '[TOOL_CALLS]weather[CALL_ID]abcdefgh1[ARGS]{"place":"Rome"}'),
+        (OutputForm(MISTRAL_LIST), '[TOOL_CALLS][{"name": "weather", "arguments": {"place":"Rome"}}]'),
+        (
+            OutputForm(DEEPSEEK),
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+            '{"place":"Rome"}<｜tool▁call▁end｜>```',
+        ),
+        (OutputForm(QWEN_CODER), '<tool_call>{"name": "weather", "arguments": {"place":"Rome"}}</tool_call>'),
     ],
 )
 def test_an_output_with_functions_and_a_format_is_one_or_the_other(small: Path, form: OutputForm, call: str) -> None:
     grammars, tokenizer, _ = grammars_of(small, [], special=False)
-    grammar = form.grammar(TOOLS, "auto", VALUE)
+    grammar = form.grammar(STRICT, "auto", VALUE)
     assert holds(grammars, tokenizer, grammar, call) and holds(grammars, tokenizer, grammar, '{"n":2}')
     assert not holds(grammars, tokenizer, grammar, "text") and not holds(grammars, tokenizer, grammar, '{"n":3}')
     assert not holds(grammars, tokenizer, grammar, call.replace("Rome", "Paris"))
-    assert form.grammar(TOOLS, "none", VALUE) == form.grammar((), "auto", VALUE)
+    assert form.grammar(STRICT, "none", VALUE) == form.grammar((), "auto", VALUE)
 
 
 def test_outputs_of_gpt_oss_are_held_on_their_channels(small: Path) -> None:
-    grammars, tokenizer, tokens = grammars_of(small, list(MARKS), special=True)
-    form = OutputForm.of("", HERMES, tokens)
+    grammars, tokenizer, tokens = grammars_of(small, list(HARMONY.found), special=True)
+    form = OutputForm.of("", tokens)
     analysis = "<|channel|>analysis<|message|>Hm, {.<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}'
     final = '<|channel|>final<|message|>{"n":1}'
-    free = form.grammar(TOOLS, "auto")
+    free = form.grammar(STRICT, "auto")
     for text in ("Rome.", analysis, f"{analysis}{call}", "<|channel|>final<|message|>Rome.", call):
         assert holds(grammars, tokenizer, free, text)
     assert not holds(grammars, tokenizer, free, call.replace("Rome", "Paris"))
     both, required, formatted = (
-        form.grammar(TOOLS, "auto", VALUE),
+        form.grammar(STRICT, "auto", VALUE),
         form.grammar(TOOLS, "required", VALUE),
         form.grammar((), "none", VALUE),
     )
     for begun in ("", analysis):
         assert [holds(grammars, tokenizer, each, begun + call) for each in (both, required, formatted)] == [1, 1, 0]
         assert [holds(grammars, tokenizer, each, begun + final) for each in (both, required, formatted)] == [1, 0, 1]
+
+
+HEADS = {
+    "Hermes": ('<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>", HERMES),
+    "spaces": ('<tool_call>{ "name":"weather" , "arguments":', " }</tool_call>", HERMES),
+    "other key": ('<tool_call>{"name": "weather", "parameters": ', "}</tool_call>", HERMES),
+    "Llama": ('{"name": "weather", "parameters": ', "}", LLAMA),
+    "Mistral's list": ('[TOOL_CALLS][{"name": "weather", "arguments": ', "}]", MISTRAL_LIST),
+    "Mistral": ("[TOOL_CALLS]weather[ARGS]", "[TOOL_CALLS]now[ARGS]{}", MISTRAL),
+    "Mistral's ids": ("[TOOL_CALLS]weather[CALL_ID]abcdefgh1[ARGS]", "", MISTRAL),
+    "DeepSeek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        DEEPSEEK,
+    ),
+    "DeepSeek V3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        DEEPSEEK,
+    ),
+    "gpt-oss": ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", "", HARMONY),
+}
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_free_output_writes_text_or_calls_with_json(small: Path, kind: str, with_tokens: bool) -> None:
+    """The arguments are any JSON. Those of a strict function follow its schema. Other text is free."""
+    head, end, format_ = HEADS[kind]
+    texts = [
+        *format_.begins,
+        *format_.ends,
+        "[ARGS]",
+        "[CALL_ID]",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<|message|>",
+    ]
+    marks = [*dict.fromkeys(text for text in [*texts, "<|constrain|>"] if text[0] in "<[" and with_tokens)]
+    if format_ is HARMONY and not with_tokens:
+        return  # this format is recognised by its tokens
+    grammars, tokenizer, tokens = grammars_of(small, marks, special=True)
+    form = OutputForm(format_.written_with(tokens))
+    free, strict = (form.grammar(tools, "auto") for tools in (TOOLS, STRICT))
+    for document in DOCUMENTS:
+        assert holds(
+            grammars, tokenizer, free, f"So.{head}{document}{end}" if format_ is not HARMONY else head + document
+        ), document
+    for grammar in (free, strict):
+        assert holds(grammars, tokenizer, grammar, 'Any text: {"name": ') and holds(grammars, tokenizer, grammar, "")
+        assert holds(grammars, tokenizer, grammar, head.replace("weather", "nope") + '{"a": 1}' + end)
+        assert holds(grammars, tokenizer, grammar, f'{head}{{"place": "Rome"}}{end}')
+        assert not any(holds(grammars, tokenizer, grammar, head + document) for document in NO_DOCUMENTS)
+    assert not holds(grammars, tokenizer, strict, f'{head}{{"place": "Paris"}}{end}')
+
+
+DOCUMENTS = (
+    *("{}", "{ }", "{\n}", '{"place":"Rome"}', '{"place": "Rome"}', '{"place" : "Rome"}', '{ "place":"Rome" }'),
+    *('{\n  "place": "Rome",\n  "days": [1, 2]\n}', '{\t"a":\t1\r\n}', '{"b":1,"a":"x"}', '{"a":"x","b":1,"c":null}'),
+    *(
+        '{"a":"caf\\u00e9"}',
+        '{"a":"a\\u00fcb \\ud83d\\ude00"}',
+        '{"a":"\\u0000"}',
+        '{"a":"a\\/b"}',
+        '{"a":"\\b\\f\\n\\r\\t"}',
+    ),
+    *(
+        '{"a":"\\"q\\" \\\\n"}',
+        '{"a":"\x7f"}',
+        '{"a":"Zürich 😀"}',
+        '{"\\u0061":"x"}',
+        '{"":""}',
+        '{"a b":1}',
+        '{"a":" "}',
+    ),
+    *('{"n":1.0}', '{"n":-0}', '{"n":1e2}', '{"n":1E+2}', '{"n":0.5e-7}', '{"n":12345678901234567890}', '{"n":true}'),
+    *('{"a":[]}', '{"a":[ ]}', '{"a":[1 , 2]}', '{"a":[[],{}]}', '{"a":{"b":{"c":{}}}}', '{"a":[{"b":[null,false]}]}'),
+    '{"a":"' + "x" * 300 + '"}',
+)
+NO_DOCUMENTS = ("<", "[1]", '{"a":1,}', '{"a":01}', "{a:1}", '{"a":"\\x"}', '{"a":"\n"}', "{'a':1}")
+
+
+def test_there_are_as_many_documents_as_were_refused_before() -> None:
+    assert len(DOCUMENTS) == 37 and all(isinstance(json.loads(each), dict) for each in DOCUMENTS)
+
+
+@pytest.mark.parametrize("marks", [[], ["<think>", "</think>"], ["<think>", "</think>", "<tool_call>", "</tool_call>"]])
+def test_reasoning_is_free_also_where_it_quotes_a_call(small: Path, marks: list[str]) -> None:
+    grammars, tokenizer, tokens = grammars_of(small, marks, special=False)
+    form = OutputForm.of("</think><tool_call>", tokens)
+    quoted = f'maybe {CALL[:50]} no, {{"name": "weather", "arguments": {{"place"'
+    for opened, begin in ((form.after("<think>\n"), ""), (form.after("a"), "<think>\n")):
+        for tools, choice, value, right, wrong in (
+            (STRICT, "auto", None, CALL, CALL.replace("Rome", "Paris")),
+            (TOOLS, "auto", None, CALL.replace("Rome", "Paris"), CALL.replace('"Rome"', "Rome")),
+            (STRICT, "required", None, OBJECT_CALL, OBJECT_CALL.replace("Rome", "Paris")),
+            ((), "none", VALUE, '{"n": 1}', '{"n": 3}'),
+        ):
+            grammar = opened.grammar(tools, choice, value)  # type: ignore[arg-type]
+            if not marks and begin and choice == "auto":
+                assert grammar is None
+                continue
+            assert holds(grammars, tokenizer, grammar, f"{begin}{quoted}</think>\n\n{right}")
+            assert not holds(grammars, tokenizer, grammar, f"{begin}{quoted}</think>\n\n{wrong}")
+            assert holds(grammars, tokenizer, grammar, begin + quoted) == (choice == "auto")
 
 
 def sentencepiece() -> Tokenizer:

@@ -1,0 +1,409 @@
+"""Read an output piece by piece while the model writes it: separate reasoning, the answer and calls.
+
+One reader serves all formats (`formats`). It is always in one state, whose step takes characters from the text that is
+held back. A step that takes none ends the reading until more text comes, so every output is read in finite time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from xrunner.server.api.calls import (
+    TEXT,
+    Call,
+    CallList,
+    Extent,
+    Types,
+    call_in,
+    json_of_literals,
+    new_id,
+    overlap,
+    parameter,
+)
+from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Literals, Opening, Tags, Thought, compiled
+from xrunner.server.api.tools import MAX_NAME
+
+MAX_SPACE = 64
+"""Largest number of white-space characters that are held back until other text follows."""
+MAX_CALLS = 256
+"""Largest number of calls, and of attempts to read one as a whole. After these, the rest of an output is text."""
+MAX_HEAD = 512
+"""Longest head of a message on a channel, in characters."""
+HEADS = ("<|channel|>", MESSAGE, " to=", "assistant", "<|start|>")
+"""Texts with which the head of a message may begin. A text that begins in another way has no head."""
+ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
+"""Tokens that end a message, including those that end an output."""
+RECIPIENT = re.compile(rf"to=(functions\.)?([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
+
+
+class Said(NamedTuple):
+    """The texts that a piece of an output adds to the model's reasoning and to its answer."""
+
+    reasoning: str
+    text: str
+
+
+class OutputReader:
+    """Reads one output.
+
+    Attributes:
+        found: the calls so far.
+
+    Args:
+        format_: the format of calls.
+        thought: the reasoning with which the output may begin.
+        takes_calls: whether function calls are extracted.
+        is_call: whether the output, after reasoning, is one call's object without marks.
+        most: largest number of calls. Further calls are left out. None means no limit.
+        types: the types of the parameters of each declared function.
+    """
+
+    def __init__(
+        self,
+        format_: CallFormat,
+        thought: Thought | None = None,
+        *,
+        takes_calls: bool = True,
+        is_call: bool = False,
+        most: int | None = None,
+        types: Mapping[str, Types] | None = None,
+    ) -> None:
+        self.found = CallList(most)
+        self._format = format_
+        self._begins = () if is_call else format_.begins
+        self._takes_calls = takes_calls
+        self._is_call = is_call
+        self._types = types or {}
+        self._held = ""
+        self._unread: list[str] = []
+        """Pieces after `_held`, none of which has a character that the state waits for."""
+        self._awaited = ""
+        self._is_end = False
+        self._said: dict[str, list[str]] = {"reasoning": [], "text": []}
+        self._space: list[str] = []
+        """White space after a call. It counts as text only if other text follows."""
+        self._is_after_call = False
+        self._attempts = 0
+        self._shows: Literal["reasoning", "text", "call"] = "text"
+        self._has_start = False
+        self._extent = Extent()
+        self._opening = Opening("")
+        self._name = self._key = ""
+        self._num_parameters = 0
+        self._expected: list[str] = []
+        """Texts that may still follow the last call."""
+        triggers = self._begins or [*dict.fromkeys(each.head[0] for each in format_.openings if each.head[0] != "%")]
+        self._triggers, self._trigger = triggers, re.compile("|".join(map(re.escape, triggers)))
+        answer = self._call if is_call else self._text
+        self._answer: Callable[[], None] = self._head if format_.on_channels else answer
+        self._step = self._answer
+        if thought is not None and not format_.on_channels:
+            self._mark = thought.marks
+            self._step = self._begun if thought.is_open else self._before
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the output is within reasoning now."""
+        is_reasoning = self._step == self._message and self._shows == "reasoning"
+        return is_reasoning or self._step in (self._begun, self._thinking)
+
+    def push(self, piece: str, *, is_end: bool = False) -> Said:
+        """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
+        self._unread.append(piece)
+        if self._awaited and self._awaited not in piece and not is_end:
+            return Said("", "")
+        self._held = "".join([self._held, *self._unread])
+        self._unread.clear()
+        self._is_end = is_end
+        length = -1
+        while self._held and len(self._held) != length:
+            length = len(self._held)
+            self._step()
+        said = Said("".join(self._said["reasoning"]), "".join(self._said["text"]))
+        self._said["reasoning"].clear()
+        self._said["text"].clear()
+        return said
+
+    def _take(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _skip_space(self) -> None:
+        self._held = self._held.lstrip()
+
+    def _go(self, step: Callable[[], None]) -> None:
+        """Take the step of another state."""
+        self._step, self._awaited = step, ""
+        if self._held:
+            step()
+
+    def _show(self, text: str) -> None:
+        """Show text of the answer, but white space after a call only if more text follows."""
+        if self._is_after_call:
+            self._space.append(text)
+            if not text.strip():
+                return
+            text = "".join(self._space)
+            self._space.clear()
+            self._is_after_call = False
+        self._said["text"].append(text)
+
+    # Reasoning at the beginning of an output. White space next to its marks is dropped.
+
+    def _before(self) -> None:
+        rest = self._held.lstrip()
+        if rest.startswith(self._mark.begin):
+            self._held = rest[len(self._mark.begin) :]
+            self._step = self._begun
+        elif self._is_end or not self._mark.begin.startswith(rest) or len(self._held) > MAX_SPACE:
+            self._go(self._answer)
+
+    def _begun(self) -> None:
+        """Drop white space and further marks at the beginning."""
+        self._skip_space()
+        if self._held.startswith(self._mark.begin):
+            self._take(len(self._mark.begin))
+        elif self._is_end or not self._mark.begin.startswith(self._held):
+            self._go(self._thinking)
+
+    def _thinking(self) -> None:
+        if (at := self._held.find(self._mark.end)) >= 0:
+            self._said["reasoning"].append(self._take(at).rstrip())
+            self._take(len(self._mark.end))
+            self._step = self._after
+            return
+        out = self._held[: len(self._held) - (0 if self._is_end else overlap(self._held, self._mark.end))]
+        shown = out.rstrip()
+        if not self._is_end and len(shown) < len(out) - MAX_SPACE:
+            shown = out
+        self._said["reasoning"].append(shown)
+        self._take(len(self._held) if self._is_end else len(shown))
+
+    def _after(self) -> None:
+        self._skip_space()
+        if self._held:
+            self._go(self._answer)
+
+    # The answer, with calls in it.
+
+    def _text(self) -> None:
+        """Show text up to the next text with which a call may begin."""
+        is_text = not self._takes_calls or max(len(self.found), self._attempts) >= MAX_CALLS
+        if is_text or (self._is_call and len(self.found)):
+            self._show(self._take(len(self._held)))
+        elif (found := self._trigger.search(self._held)) is not None:
+            self._show(self._take(found.start()))
+            self._go(self._call)
+        else:
+            held = 0 if self._is_end else max(overlap(self._held, trigger) for trigger in self._triggers)
+            self._show(self._take(len(self._held) - held))
+
+    def _call(self) -> None:
+        """Read the beginning of a call up to its arguments. If there is none, the mark is text."""
+        begin = next((each for each in self._begins if self._held.startswith(each)), "")
+        whole = self._match(len(begin)) or (self._match(0) if begin else None)
+        if isinstance(whole, tuple):
+            opening, found = whole
+            self._begin(opening, found)
+        elif whole != "partial":
+            at = len(begin) + self._gap(len(begin))
+            is_object = self._held.startswith("{", at) and any(each.is_object for each in self._format.openings)
+            if (begin or self._is_call) and is_object:
+                self._extent = Extent(at=at)
+                self._go(self._whole)
+            else:
+                self._show(self._take(max(1, len(begin))))
+                self._step = self._text
+
+    def _gap(self, at: int) -> int:
+        """Return the length of the white space, and of a list's bracket, at this place."""
+        found = re.compile(r"\s{0,16}(?:\[\s{0,16})?" if self._format.is_list else r"\s{0,16}").match(self._held, at)
+        return found.end() - at if found else 0
+
+    def _match(self, at: int) -> tuple[Opening, re.Match[str]] | Literal["partial"] | None:
+        """Return how a call begins at this place. `partial`: more text is needed."""
+        at += self._gap(at)
+        for opening in self._format.openings:
+            pattern = opening.pattern
+            if (found := pattern.whole.match(self._held, at)) is not None:
+                if self._begins or self._is_call or found["name"] in self._types:
+                    return opening, found
+            elif not self._is_end and pattern.partial.fullmatch(self._held, at) is not None:
+                return "partial"
+        return None
+
+    def _begin(self, opening: Opening, found: re.Match[str]) -> None:
+        """Begin a call of which the text up to the arguments is known."""
+        self._opening, self._name = opening, found["name"]
+        if isinstance(opening.arguments, Literals):
+            self._extent = Extent(opening.arguments.quotes, found.end(), 1)
+            self._begin_at = found.end()
+            self._go(self._literals)
+            return
+        id_ = found["id"] if "id" in found.groupdict() and self._format.short_ids else None
+        self._add(Call(self._name, "", id_))
+        self._take(found.end())
+        self._extent = Extent()
+        self._num_parameters = 0
+        self._step = self._object if opening.arguments is None else self._parameters
+
+    def _add(self, call: Call) -> None:
+        self._is_after_call = True
+        self._space.clear()
+        self._expected = list(self._format.after)
+        self.found.begin(call.name, call.id or new_id(short=self._format.short_ids))
+        self.found.append(call.arguments)
+
+    def _object(self) -> None:
+        """Read arguments that are a JSON object."""
+        end = self._extent.feed(self._held)
+        self.found.append(self._take(len(self._held) if end is None and self._is_end else end or self._extent.at))
+        self._extent.at = 0
+        if end is not None:
+            self._step = self._between
+
+    def _whole(self) -> None:
+        """Read a call's object that does not begin with the name."""
+        self._awaited = "}"
+        if (end := self._extent.feed(self._held)) is None and not self._is_end:
+            return
+        self._attempts += 1
+        begin = next((each for each in self._begins if self._held.startswith(each)), "")
+        begin = self._held[: len(begin) + self._gap(len(begin))]
+        call = None if end is None else call_in(self._held[len(begin) : end])
+        self._finish(len(self._held) if end is None else end, call)
+
+    def _literals(self) -> None:
+        """Read arguments in another notation than JSON."""
+        assert isinstance(self._opening.arguments, Literals)
+        self._awaited = self._opening.close
+        if (end := self._extent.feed(self._held)) is None and not self._is_end:
+            return
+        self._attempts += 1
+        arguments = None
+        if end is not None:
+            arguments = json_of_literals(self._held[self._begin_at : end - 1], self._opening.arguments.quotes)
+        self._finish(
+            len(self._held) if end is None else end, None if arguments is None else Call(self._name, arguments)
+        )
+
+    def _finish(self, length: int, call: Call | None) -> None:
+        """Take the text of a call that was read as a whole. If it is no call, it is text."""
+        text, self._awaited = self._take(length), ""
+        if call is None:
+            self._show(text)
+            self._step = self._text
+        else:
+            self._add(call)
+            self._step = self._between
+
+    def _parameters(self) -> None:
+        """Read the beginning of a parameter, or the end of the arguments."""
+        assert isinstance(self._opening.arguments, Tags)
+        self._skip_space()
+        pattern = compiled(self._opening.arguments.begin)
+        if (found := pattern.whole.match(self._held)) is not None:
+            self._take(found.end())
+            self._key = found["key"]
+            self._step = self._value
+        elif self._is_end and pattern.partial.fullmatch(self._held) is not None:
+            self._take(len(self._held))  # the output was cut off here
+        elif self._held and not self._may_begin(self._opening.close) and pattern.partial.fullmatch(self._held) is None:
+            self.found.append("}" if self._num_parameters else "{}")
+            self._go(self._between)
+
+    def _may_begin(self, mark: str) -> bool:
+        """Return whether the text that is held back is a beginning of `mark` that may still go on."""
+        return not self._is_end and len(self._held) < len(mark) and mark.startswith(self._held)
+
+    def _value(self) -> None:
+        """Read a parameter's value. White space next to its tags is dropped if it is a line break."""
+        assert isinstance(self._opening.arguments, Tags)
+        mark = self._opening.arguments.end
+        self._awaited = mark[-1]
+        end = self._held.find(mark)
+        if end < 0 and not self._is_end:
+            return
+        text = self._take(len(self._held) if end < 0 else end)
+        self._take(len(mark))
+        self._awaited, self._step = "", self._parameters
+        if end >= 0:
+            text = text.removeprefix("\n").removesuffix("\n")
+            types = self._types.get(self._name, {}).get(self._key, frozenset({TEXT}))
+            before = ", " if self._num_parameters else "{"
+            self.found.append(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {parameter(text, types)}")
+            self._num_parameters += 1
+
+    def _between(self) -> None:
+        """Drop what may follow a call, up to a further call or text."""
+        rest = self._held.lstrip()
+        self._space.append(self._take(len(self._held) - len(rest)))
+        has_more = self._opening.is_object and "}" in self._expected
+        if not rest:
+            return
+        if has_more and (found := MEMBER.whole.match(rest)) is not None:
+            self._take(found.end())
+        elif has_more and not self._is_end and MEMBER.partial.fullmatch(rest) is not None:
+            return
+        elif (mark := next((each for each in self._expected if rest.startswith(each)), None)) is not None:
+            self._expected.remove(mark)
+            self._space.clear()
+            self._take(len(mark))
+        elif any(each.startswith(rest) for each in self._expected):
+            self._take(len(rest) if self._is_end else 0)
+        elif not self._is_call and len(self.found) < MAX_CALLS and self._match(0) is not None:
+            self._go(self._call)
+        else:
+            self._go(self._text)
+
+    # Messages on channels: a head, and a text up to a mark.
+
+    def _head(self) -> None:
+        head, found, _ = self._held.partition(MESSAGE)
+        if found and len(head) <= MAX_HEAD:
+            self._take(len(head) + len(MESSAGE))
+            self._open(head)
+        elif self._held.startswith("<|start|>"):
+            self._take(len("<|start|>"))
+            self._has_start = True
+        elif self._is_end and (self._has_start or head.startswith(HEADS[0])):
+            self._take(len(self._held))
+        elif (
+            self._is_end
+            or len(head) > MAX_HEAD
+            or not (self._has_start or any(head.startswith(each) or each.startswith(head) for each in HEADS))
+        ):
+            self._shows = "text"
+            self._go(self._message)
+
+    def _open(self, head: str) -> None:
+        """Begin a message with this head."""
+        self._step, self._has_start = self._message, False
+        function, channel = RECIPIENT.search(head), head.rpartition(HEADS[0])[2]
+        if function is not None and self._takes_calls and (function[1] or function[2] in self._types):
+            self._shows = "call"
+            self._extent = Extent()
+            self._add(Call(function[2], ""))
+        else:
+            self._shows = "reasoning" if channel.startswith("analysis") else "text"
+
+    def _message(self) -> None:
+        found = ENDS.search(self._held)
+        marks = ("<|return|>", "<|start|>", "<|end|>", "<|call|>")
+        held = 0 if self._is_end else max(overlap(self._held, mark) for mark in marks)
+        text = self._take(len(self._held) - held if found is None else found.start())
+        if found is not None:
+            self._has_start = self._take(len(found[0])) == "<|start|>"
+            self._step = self._head
+        if self._shows != "call":
+            self._said[self._shows].append(text)
+        elif self._extent.at >= 0:  # no text after the object belongs to the arguments
+            end = self._extent.feed(text)
+            read = len(text) if found is not None or self._is_end else self._extent.at
+            self.found.append(text[: read if end is None else end])
+            if end is None:
+                self._held = text[read:] + self._held
+            self._extent.at = 0 if end is None else -1
