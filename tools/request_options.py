@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tools.fields import descriptions
+from xgpt.core.policies import Rule
 from xgpt.requests import REQUESTS, Option, RequestBase
 
 GROUPS = ("Problem", "Plan", "Bounds", "Search")
@@ -113,6 +114,7 @@ def keywords_pyi() -> str:
         "from os import PathLike",
         "from typing import Literal, TypedDict",
         "",
+        "from xgpt.core.policies import Rule",
         "from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Workload",
     ]
     names = {request: f"{command.title()}Keywords" for command, request in REQUESTS.items()}
@@ -164,5 +166,5 @@ def _parts(annotation: Any) -> Iterator[str]:
     elif annotation is type(None):
         yield "None"
     else:
-        assert annotation in (int, float, bool) or issubclass(annotation, BaseModel), annotation
+        assert annotation in (int, float, bool) or issubclass(annotation, BaseModel | Rule), annotation
         yield annotation.__name__

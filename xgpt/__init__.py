@@ -17,6 +17,7 @@ from xgpt.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from xgpt.api import (
+        Rule,
         autoscale,
         bench,
         calibrate,
@@ -48,6 +49,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "MachineError",
+    "Rule",
     "XgptError",
     "autoscale",
     "bench",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
+from xgpt.core.policies import Rule as Rule
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import ArrivalProcess
@@ -43,6 +44,7 @@ from xgpt.requests import (
     plan_request,
     request_of,
 )
+from xgpt.rules import load_rule
 
 if TYPE_CHECKING:
     from threading import Event
@@ -308,7 +310,12 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
 
 
 @_takes(SimulateRequest)
-def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack[SimulateKeywords]) -> Simulated:
+def simulate(
+    plan: Plan | PathLike,
+    *,
+    keep_steps: bool = False,
+    **asked: Unpack[SimulateKeywords],
+) -> Simulated:
     """Run a plan on the simulated engine, request by request, and return the result.
 
     A replay (`own_times`) of over 20,000 requests is simulated by counts of requests if possible. This takes only
@@ -366,6 +373,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
         speed=request.speed,
         clients=request.clients,
         keep_steps=keep_steps,
+        rule=None if request.rule is None else load_rule(request.rule),
     )
 
 
@@ -432,7 +440,12 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
 
 @_takes(BenchRequest)
-def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked: Unpack[BenchKeywords]) -> Benched:
+def bench(
+    target: Plan | PathLike,
+    *,
+    progress: Progress | None = None,
+    **asked: Unpack[BenchKeywords],
+) -> Benched:
     """Measure a plan on this machine and compare it with the prediction, or measure an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
@@ -472,6 +485,10 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
         raise InputError("plan", target, "there is no such file; a URL begins with http:// or https://")
+    if request.rule is not None and is_url:
+        raise InputError(
+            "rule", str(request.rule), "it applies only to a plan file: a server at a URL already runs its own"
+        )
     of_what = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:
@@ -479,7 +496,15 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
     arrivals, num_requests = _arrivals(request, 300)
     return benches.bench(
         of_what,
-        benches.Load(num_requests, workload, arrivals, request.stream, request.concurrency, request.ca_file),
+        benches.Load(
+            num_requests,
+            workload,
+            arrivals,
+            request.stream,
+            request.concurrency,
+            request.ca_file,
+            None if request.rule is None else load_rule(request.rule),
+        ),
         request.seed,
         engine=request.engine,
         batching=request.batching,
@@ -586,7 +611,10 @@ def doctor() -> list[Finding]:
 
 @_takes(ServeFields)
 def serve(
-    plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, **asked: Unpack[ServeKeywords]
+    plan: Plan | PathLike,
+    *,
+    on_note: Callable[[str], None] = lambda line: None,
+    **asked: Unpack[ServeKeywords],
 ) -> None:
     """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT. Call this function in the main thread.
 

@@ -22,6 +22,7 @@ from xgpt.client import ClientRequest, ClientResult, busy_of_workers, replay
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
+from xgpt.core.policies import Rule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.processes import end, end_with_parent
 from xgpt.core.progress import Progress, silent
@@ -40,6 +41,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import ArrivalProcess, Floats, Ints, TraceLengths, sample
 from xgpt.observation.paces import record, usual
 from xgpt.resolve import load_workload
+from xgpt.rules import name_of
 from xprofiler.others import differences, gflops
 from xprofiler.store import profile_of
 from xsimulator.calibrate import calibrate as fit
@@ -82,6 +84,7 @@ class Load:
             with two cores, a client that reads token by token lengthens decode steps by a tenth.
         concurrency: number of requests that are outstanding at an endpoint in a closed loop.
         ca_file: PEM file with the certificate authorities for an https endpoint. None means the system's.
+        rule: a rule of one's own in place of the plan's.
     """
 
     num_requests: int = 300
@@ -90,6 +93,7 @@ class Load:
     stream: bool = False
     concurrency: int = 32
     ca_file: Path | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,9 @@ def bench(
     if isinstance(target, str):
         workload = load.workload or load_workload("summarization")
         return Benched(bench_url(target, replace(load, workload=workload), rng, progress))
-    server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
+    options: tuple[str, ...] = () if batching == "flat" else ("--batching", batching)
+    options += () if load.rule is None else ("--rule", name_of(load.rule))
+    server = partial(served, engine=engine, options=options) if options else None
     if profile is None:
         try:
             profile = profile_of(target)
@@ -319,7 +325,7 @@ def _report(
     if profile is not None:
         # Steps of a pipeline wait for each other, so the pace is computed from the busy times that workers report for
         # the whole run.
-        steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
+        steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within, load.rule)
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
@@ -402,7 +408,7 @@ def _claimed(plan: Plan, load: Load) -> dict[str, float]:
     """Return the figures of the plan's estimate if the load is the plan's workload at saturation. Otherwise return
     nothing.
     """
-    if load.arrivals is not None or load.workload != plan.workload:
+    if load.arrivals is not None or load.workload != plan.workload or load.rule is not None:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}
 
@@ -416,7 +422,7 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
         TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan
     )
     count = max(1, load.num_requests // plan.replicas)
-    measured, log = run_replica(plan.but(profile=slower), profile, load.workload, replica_trace, count)
+    measured, log = run_replica(plan.but(profile=slower), profile, load.workload, replica_trace, count, rule=load.rule)
     return _figures(measured, None if closed else times_of(plan, log, count))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Literal, TypedDict
 
+from xgpt.core.policies import Rule
 from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Workload
 
 class Speculated(TypedDict, total=False):
@@ -117,6 +118,10 @@ class ProfileKeywords(ModelAndDevices, total=False):
     framework: str | PathLike[str] | None
     """Engine whose kernel times are imported: vllm, sglang, trtllm, or one with a version, as in vllm-0.15."""
 
+class RuleField(TypedDict, total=False):
+    rule: Rule | str | PathLike[str] | None
+    """Scheduling rule of your own: an `xgpt.Rule`, or a class of one, of a Python module."""
+
 class OfAPlan(TypedDict, total=False):
     profile: str | PathLike[str] | Profile | None
     """Profile from which the plan was made."""
@@ -129,7 +134,7 @@ class LoadFields(OfAPlan, total=False):
     seed: int | None
     """Seed from which lengths and arrival times are drawn."""
 
-class SimulateKeywords(LoadFields, ArrivalFields, total=False):
+class SimulateKeywords(LoadFields, ArrivalFields, RuleField, total=False):
     num_requests: int | Literal["all"] | None
     """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after them to keep the load steady."""
     clients: int | None
@@ -155,7 +160,7 @@ class Replanning(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None
     """Policies that re-planning may choose. pinned: those that were requested for the plan, with the fixed values. all: every policy."""
 
-class EngineFields(TypedDict, total=False):
+class EngineFields(RuleField, total=False):
     engine: Literal["xgpt", "vllm"] | None
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
     batching: Literal["flat", "padded", "rows", "slots"] | None

@@ -19,6 +19,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    InstanceOf,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -27,6 +28,7 @@ from pydantic import (
 )
 
 from xgpt.core.errors import InputError
+from xgpt.core.policies import Rule
 from xgpt.core.refusals import refusal
 from xgpt.core.schema import (
     AdmissionOrder,
@@ -382,7 +384,15 @@ class LoadFields(OfAPlan):
     """Seed from which lengths and arrival times are drawn."""
 
 
-class SimulateRequest(LoadFields, ArrivalFields):
+class RuleField(RequestBase):
+    """A scheduling rule of one's own."""
+
+    group: ClassVar[str] = "Engine"
+    rule: Annotated[InstanceOf[Rule] | Name | None, Option(metavar="MODULE:NAME", unset="the plan's")] = None
+    """Scheduling rule of your own: an `xgpt.Rule`, or a class of one, of a Python module."""
+
+
+class SimulateRequest(LoadFields, ArrivalFields, RuleField):
     """A simulated run of a plan."""
 
     group: ClassVar[str] = "Load"
@@ -403,7 +413,7 @@ class SimulateRequest(LoadFields, ArrivalFields):
     """With `own_times`: factor on the trace's arrival rate. With 2, all gaps between requests are half as long."""
 
 
-class EngineFields(RequestBase):
+class EngineFields(RuleField):
     """The engine of a plan."""
 
     group: ClassVar[str] = "Engine"

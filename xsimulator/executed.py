@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core import policies
-from xgpt.core.policies import Step
+from xgpt.core.policies import Rule, Step
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
@@ -69,18 +69,18 @@ class Paces(NamedTuple):
         return {str(name): self.where(self.lanes == name).ratio for name in np.unique(self.lanes)}
 
 
-def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
+def executed(plan: Plan, log: Sequence[StepRecord], rule: Rule | None = None) -> list[Executed]:
     """Return the steps of a log, except transfers, with their counts. If a step cannot be replayed, later steps are
     left out.
 
     In a log of several replicas, each replica's steps are replayed separately.
     """
     logs = [[record for record in log if record.replica == number] for number in range(plan.replicas)]
-    return [step for of_one in logs for step in _of_replica(plan, of_one)]
+    return [step for of_one in logs for step in _of_replica(plan, of_one, rule)]
 
 
-def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    schedule = policies.build(plan)
+def _of_replica(plan: Plan, log: Sequence[StepRecord], rule: Rule | None) -> list[Executed]:
+    schedule = policies.build(plan, rule)
     last_end_ns: dict[str, int] = {}
     arrival_ns: dict[int, int] = {}
     busy: dict[int, float] = {}
@@ -105,7 +105,11 @@ def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
 
 
 def paces(
-    plan: Plan, profile: Profile, log: Sequence[StepRecord], within: Sequence[StepRecord] | None = None
+    plan: Plan,
+    profile: Profile,
+    log: Sequence[StepRecord],
+    within: Sequence[StepRecord] | None = None,
+    rule: Rule | None = None,
 ) -> Paces | None:
     """Return the measured and predicted times of the steps of a log.
 
@@ -119,7 +123,7 @@ def paces(
     if any(lane.num_stages > 1 for lane in lanes.values()):
         return None
     numbers = {(record.replica, record.number) for record in (log if within is None else within)}
-    steps = [step for step in executed(plan, log) if (step.record.replica, step.record.number) in numbers]
+    steps = [step for step in executed(plan, log, rule) if (step.record.replica, step.record.number) in numbers]
     if not steps:
         return None
     measured = [step.seconds for step in steps]

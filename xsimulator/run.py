@@ -13,7 +13,7 @@ import numpy as np
 
 from xgpt.core import policies
 from xgpt.core.errors import InputError
-from xgpt.core.policies import Schedule
+from xgpt.core.policies import Rule, Schedule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, Plan, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
@@ -156,6 +156,7 @@ def run_simulation(
     speed: float = 1.0,
     clients: int | None = None,
     keep_steps: bool = False,
+    rule: Rule | None = None,
 ) -> Simulated:
     """Run requests of a workload on the simulated engine.
 
@@ -170,6 +171,7 @@ def run_simulation(
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
         keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
             then takes 0.6 ms for each request.
+        rule: a rule of one's own in place of the plan's.
 
     Raises:
         InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
@@ -178,16 +180,16 @@ def run_simulation(
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
     if clients is not None:
-        return _closed_loop(plan, profile, lengths, num_requests, clients, np.random.default_rng(seed))
+        return _closed_loop(plan, profile, lengths, num_requests, clients, np.random.default_rng(seed), rule)
     tokens: Ints | None = None
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
             raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
         trace = read_lengths(Path(workload)).since(since_s).faster(speed)
-        counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps
+        counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps and rule is None
         if counted and (run := replay_by_counts(plan, profile, lengths, trace, num_requests)) is not None:
             return run
-        measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
+        measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append, rule)
     else:
         rng = np.random.default_rng(seed)
         own_trace = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
@@ -195,7 +197,7 @@ def run_simulation(
             requests = _first_of(own_trace, plan, num_requests, rng, arrivals)
         else:
             requests = _drawn(plan, lengths, num_requests, rng, arrivals)
-        measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
+        measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append, rule)
         tokens = requests.output
     times = None
     if own_times or arrivals is not None:
@@ -205,7 +207,13 @@ def run_simulation(
 
 
 def _closed_loop(
-    plan: Plan, profile: Profile, workload: Workload, num_requests: int, clients: int, rng: np.random.Generator
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    num_requests: int,
+    clients: int,
+    rng: np.random.Generator,
+    rule: Rule | None,
 ) -> Simulated:
     """Run a closed loop on one replica. Each client sends its next request once its previous request has ended.
 
@@ -215,7 +223,7 @@ def _closed_loop(
     own_clients, spans = round(clients / plan.replicas), list[Span]()
     inputs, outputs = sample(workload, num_requests + 3 * own_clients + 1, rng)
     requests, longest = TraceLengths(inputs, outputs, None), workload.output.lengths[-1]
-    log = run_requests(plan, profile, requests, longest, spans.append, clients=own_clients)
+    log = run_requests(plan, profile, requests, longest, spans.append, clients=own_clients, rule=rule)
     measured = read_log(plan, workload, log, num_requests, saturated=True, skipped=own_clients)
     times = times_of(plan, log, num_requests + own_clients, outputs).later(plan.request_path_s)
     times = replace(
@@ -282,12 +290,13 @@ def run_replica(
     requests: TraceLengths,
     num_requests: int,
     on_span: OnSpan | None = None,
+    rule: Rule | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Return the figures and steps of a simulated run of one replica's requests. Requests without times all arrive at
     the start. The throughput is multiplied by the number of replicas.
     """
     check_fits(plan, workload)
-    log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
+    log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span, rule=rule)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
     return measured.of_replicas(plan.replicas), log
 
@@ -379,6 +388,7 @@ def replay_trace(
     trace: TraceLengths,
     num_requests: int,
     on_span: OnSpan | None = None,
+    rule: Rule | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and steps.
 
@@ -390,7 +400,7 @@ def replay_trace(
         InputError: the trace has no times, or a request can never fit into the plan's K/V memory.
     """
     trace = _replayed(plan, workload, trace, num_requests)
-    return run_replica(plan, profile, workload, trace, num_requests, on_span)
+    return run_replica(plan, profile, workload, trace, num_requests, on_span, rule)
 
 
 def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
@@ -481,6 +491,7 @@ def run_requests(
     on_span: OnSpan | None = None,
     *,
     clients: int | None = None,
+    rule: Rule | None = None,
 ) -> list[StepRecord]:
     """Simulate requests on one replica, and return the steps.
 
@@ -490,7 +501,7 @@ def run_requests(
         trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
             has no prefixes, the planned share of each prompt is a common prefix.
     """
-    schedule = policies.build(plan)
+    schedule = policies.build(plan, rule)
     size = plan.block_size
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
     most = np.maximum(max_output, outputs) if plan.speculation else np.broadcast_to(max_output, len(trace.input))

@@ -22,7 +22,7 @@ from xgpt.requests import REQUESTS, PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
-NAMES = [name for name in xgpt.__all__ if not name.endswith("Error")]
+NAMES = [name for name in xgpt.__all__ if not name.endswith("Error") and name != "Rule"]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 

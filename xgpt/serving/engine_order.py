@@ -10,6 +10,7 @@ class EngineOrder(Frozen):
 
     Attributes:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
+        rule: MODULE:NAME of a rule of one's own in place of the plan's.
         core_waits: whether each step's record states how long the step's threads waited for a core.
     """
 
@@ -19,3 +20,4 @@ class EngineOrder(Frozen):
     log_level: str
     ray: str | None = None
     core_waits: bool = False
+    rule: str | None = None

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from xgpt.core import policies
 from xgpt.core.errors import MachineError
-from xgpt.core.policies import Schedule
+from xgpt.core.policies import Rule, Schedule
 from xgpt.core.policies.build import row_tokens
 from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
+from xgpt.rules import load_rule
 from xgpt.serving.checking import check_devices, nodes_of
 from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine
@@ -54,6 +55,7 @@ def build_engine(
     ray: str | None = None,
     *,
     reuse: bool = True,
+    rule: Rule | None = None,
 ) -> Engine | Replicas:
     """Load a plan's weights, and return the warmed-up engine.
 
@@ -64,6 +66,7 @@ def build_engine(
         batching: layout of batches. Unless it is flat, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
         reuse: whether requests share the K/V of common prompt prefixes.
+        rule: a rule of one's own in place of the plan's.
 
     Raises:
         InputError: the plan is for another engine, the plan cannot be combined with `batching`, or no Ray cluster
@@ -77,11 +80,11 @@ def build_engine(
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
         router = ReplicaRouter.of(plan) if reuse and plan.shares_prompts else None
-        build = partial(build_replica, plan, reuse=reuse, ray=ray)
+        build = partial(build_replica, plan, reuse=reuse, ray=ray, rule=rule)
         return Replicas(build, plan.replicas, on_step=on_step, router=router)
     if plan.devices_per_replica > 1 or ray is not None:
-        return build_replica(plan, 0, on_step, reuse=reuse, ray=ray)
-    schedule = policies.build(plan)
+        return build_replica(plan, 0, on_step, reuse=reuse, ray=ray, rule=rule)
+    schedule = policies.build(plan, rule)
     worker = _one_worker(plan, schedule)
     return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker, plan), reuse=reuse)
 
@@ -93,10 +96,11 @@ def build_replica(
     *,
     reuse: bool = True,
     ray: str | None = None,
+    rule: Rule | None = None,
 ) -> Engine:
     """Return the engine of one replica, with a process for each of its devices."""
     workers = _workers(plan, number, ray)
-    return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
+    return Engine(policies.build(plan, rule), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
@@ -192,7 +196,8 @@ def main() -> None:
 def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
     is_alone = _is_alone(order)
     listener = CoreWaitMeter(on_step) if order.core_waits and is_alone else on_step
-    engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse)
+    rule = None if order.rule is None else load_rule(order.rule)
+    engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse, rule=rule)
     if is_alone:
         take_cores()
     # Otherwise the garbage collector would scan all loaded modules in the middle of a step.

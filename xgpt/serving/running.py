@@ -15,6 +15,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
+from xgpt.rules import name_of
 from xgpt.serving.checking import missing
 from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine, profile_of
@@ -106,6 +107,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
             log_level=request.log_level,
             ray=request.ray,
             core_waits=request.step_log is not None,
+            rule=None if request.rule is None else name_of(request.rule),
         )
         command = (sys.executable, "-m", "xgpt.serving.engine_process")
         return EngineProcess(command, order.model_dump_json().encode())
@@ -129,6 +131,9 @@ def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
         replan = False
     if request.batching != "flat" and replan:
         logger.warning("re-planning is off: batches in rows do not support it")
+        replan = False
+    if request.rule is not None and replan:
+        logger.warning("re-planning is off: it would judge the plan without the rule of one's own")
         replan = False
     for line in missing(plan, request.profile, replan=replan):
         logger.warning(line)

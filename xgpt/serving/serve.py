@@ -21,6 +21,7 @@ from xgpt.core.output_files import check_step_log
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
+from xgpt.rules import load_rule
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_xgpt_runs, located, missing
 from xgpt.serving.running import running
 from xprofiler.others import differences
@@ -105,6 +106,18 @@ class ServeRequest(ServeFields):
             raise InputError("--batching", self.batching, f"--engine {self.engine} runs only flat batches: use flat")
         policies.build_rows(plan, self.batching)
 
+    def check_rule(self, plan: Plan) -> None:
+        """Check that the engine and the plan can run a rule of one's own.
+
+        Raises:
+            InputError: the rule cannot be loaded, or vLLM, rows or two lanes run the plan.
+        """
+        if self.rule is None:
+            return
+        if self.engine != "xgpt" or self.batching != "flat":
+            raise InputError("rule", self.rule, "it runs in xgpt's own engine with flat batches: leave the others out")
+        policies.build(plan, load_rule(self.rule))
+
     def check_reuse(self, plan: Plan) -> None:
         """Check that reuse is on if the plan counts on it. Otherwise the plan's figures would be wrong.
 
@@ -169,6 +182,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     request.classes(plan)
     request.tls()
     request.check_batching(plan)
+    request.check_rule(plan)
     request.check_reuse(plan)
     request.check_machines()
     limits, machines = request.limits(plan), None

@@ -9,7 +9,7 @@ from xgpt.core.policies.build import build, build_rows
 from xgpt.core.policies.lane_settings import LaneSettings, as_run_by, lane_settings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
-from xgpt.core.policies.rule import OneLaneRule
+from xgpt.core.policies.rule import OneLaneRule, Rule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
 
@@ -23,6 +23,7 @@ __all__ = [
     "OneLaneRule",
     "Pool",
     "Request",
+    "Rule",
     "Schedule",
     "Step",
     "TwoLane",

@@ -9,8 +9,10 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies.admission import Queue, make_queue
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings, as_run_by, lane_settings
+from xgpt.core.policies.orders import SortedOrder
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.row_pool import RowPool, RowSchedule
+from xgpt.core.policies.rule import Rule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.slack import Slack, StepClock
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
@@ -18,11 +20,14 @@ from xgpt.core.schema import Batching, ChunkedSettings, Plan, SingleLaneSettings
 from xgpt.core.workload import decoding_share
 
 
-def build(plan: Plan) -> Schedule:
+def build(plan: Plan, rule: Rule | None = None) -> Schedule:
     """Return the schedule, without requests, of one replica of a plan.
 
+    Args:
+        rule: a rule of one's own in place of the plan's. None means the plan's.
+
     Raises:
-        InputError: the plan's stages do not match its policy.
+        InputError: the plan's stages do not match its policy, or the plan has two lanes, for which there is no `rule`.
     """
     lanes = {stage.lane for stage in plan.stages}
     wanted = set(plan.policy.lanes)
@@ -30,6 +35,9 @@ def build(plan: Plan) -> Schedule:
         accepted = f"{plan.policy.kind} needs stages on lane {' and '.join(sorted(wanted))}: plan again"
         raise InputError("plan.stages.lane", ", ".join(sorted(lanes)), accepted)
     if isinstance(plan.policy, WaaSettings):
+        if rule is not None:
+            accepted = "waa has two lanes, and a rule of one's own decides the steps of one: plan with another --policy"
+            raise InputError("rule", type(rule).__name__, accepted)
         encode = [stage for stage in plan.stages if stage.lane == "encode"]
         settings = TwoLaneSettings(
             encode_tokens=plan.estimate.encode_tokens,
@@ -45,7 +53,8 @@ def build(plan: Plan) -> Schedule:
         )
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
     lane = settings_of(plan, plan.policy)
-    return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty), plan.stages)
+    pool = _pool(plan, plan.stages, hold_finished=lane.refill_when_empty, rule=rule)
+    return OneLane(lane, pool, plan.stages, rule)
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
@@ -125,11 +134,18 @@ def first_tokens(plan: Plan) -> FirstTokens | None:
     return FirstTokens(StepClock(times), ttft_ns, at_once)
 
 
-def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:
-    return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, hold_finished)
+def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False, rule: Rule | None = None) -> Pool:
+    return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, hold_finished, rule)
 
 
-def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | None, hold_finished: bool = False) -> Pool:
+def pool_of(
+    plan: Plan,
+    num_blocks: int,
+    block_size: int,
+    max_running: int | None,
+    hold_finished: bool = False,
+    rule: Rule | None = None,
+) -> Pool:
     """Return an empty pool that admits requests by the plan's rules.
 
     Args:
@@ -142,14 +158,16 @@ def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | Non
         kv=plan.admission.kv,
         max_running=max_running,
         hold_finished=hold_finished,
-        waiting=queue_of(plan),
+        waiting=queue_of(plan, rule),
         encoder=plan.model.is_encoder_decoder,
     )
 
 
-def queue_of(plan: Plan) -> Queue:
-    """Return an empty queue in the plan's order of admission."""
+def queue_of(plan: Plan, rule: Rule | None = None) -> Queue:
+    """Return an empty queue in the plan's order of admission, or in the order of a rule that has one."""
     admission = plan.admission
+    if rule is not None and type(rule).key is not Rule.key:
+        return Queue(lambda: SortedOrder(rule.key), plan.patience_ns)
     return make_queue(admission.order, admission.row_tokens, plan.patience_ns, first_tokens(plan), admission.eta)
 
 

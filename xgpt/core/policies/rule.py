@@ -8,7 +8,9 @@ the same submissions, steps and endings give the same schedule on a simulated an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from copy import deepcopy
 from itertools import chain
+from typing import Self
 
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -272,14 +274,45 @@ class OneLaneRule:
         return tuple(chunks)
 
 
+class Rule(OneLaneRule):
+    """A scheduling rule of one's own, as one object for the simulated and the real engine.
+
+    Override `key` to decide which waiting request enters next, and `next_step` to decide what a step computes; the
+    inherited `next_step` follows the plan's settings. Parameters belong into attributes. Like every rule, it may read
+    only the pool and the micro-batch: no clock and no random numbers, so that a log replays exactly, and a call of
+    `next_step` that returns None changes nothing. `xgpt.testing.check_rule` tests this.
+
+        class ShortestFirst(xgpt.Rule):
+            def key(self, request):
+                return request.input_length
+
+        xgpt.simulate("plan.json", rule=ShortestFirst())
+    """
+
+    def __init__(self) -> None:
+        """Take no settings: each micro-batch gets a copy with the plan's (`of`)."""
+
+    def key(self, request: Request) -> float:
+        """Return what waiting requests are sorted by, the smallest first. It must not change while a request waits."""
+        return 0.0
+
+    def of(self, settings: LaneSettings, number: int) -> Self:
+        """Return a copy for one micro-batch."""
+        rule = deepcopy(self)
+        OneLaneRule.__init__(rule, settings, number)
+        return rule
+
+
 RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
 """By type of settings: the type of the rule. A policy whose steps `LaneSettings` cannot describe adds a subclass of
 `LaneSettings` and a subclass of `OneLaneRule`.
 """
 
 
-def rule_of(settings: LaneSettings, number: int = 0) -> OneLaneRule:
-    """Return a new rule for one micro-batch."""
+def rule_of(settings: LaneSettings, number: int = 0, own: Rule | None = None) -> OneLaneRule:
+    """Return a new rule for one micro-batch: the plan's, or a copy of `own`."""
+    if own is not None:
+        return own.of(settings, number)
     return RULE_TYPES[type(settings)](settings, number)
 
 

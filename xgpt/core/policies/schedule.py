@@ -27,7 +27,7 @@ from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import MicroBatch, Request, Step
-from xgpt.core.policies.rule import rule_of
+from xgpt.core.policies.rule import Rule, rule_of
 from xgpt.core.schema import LaneName, Stage
 from xgpt.core.schema.step_log import Chain
 
@@ -132,15 +132,21 @@ class OneLane(Schedule):
     A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
     of one micro-batch would delay the short decode steps of the others. A static batch enters as a whole, in equal
     parts, after all requests of the previous batch have left.
+
+    Args:
+        rule: a rule of one's own in place of the plan's. None means the plan's.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
 
-    def __init__(self, settings: LaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+    def __init__(
+        self, settings: LaneSettings, pool: Pool, stages: tuple[Stage, ...] = (), rule: Rule | None = None
+    ) -> None:
         super().__init__(pool, stages)
         self.settings = settings
+        self._own = rule
         self._batches = pool.add_batches(settings.microbatches)
-        self._rules = [rule_of(settings.of_microbatch(i), i) for i in range(settings.microbatches)]
+        self._rules = [rule_of(settings.of_microbatch(i), i, rule) for i in range(settings.microbatches)]
         pool.runs_ahead = settings.ahead
         self._turn = 0
 
@@ -150,7 +156,7 @@ class OneLane(Schedule):
         now, then = self.settings, other.settings
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
             return False
-        if type(now) is not type(then):  # the two plans have different rules
+        if type(now) is not type(then) or self._own is not other._own:  # the two plans have different rules
             return False
         self.settings = then
         self.pool.follow(other.pool)
@@ -161,7 +167,7 @@ class OneLane(Schedule):
         return True
 
     def fresh(self) -> Self:
-        return type(self)(self.settings, self.pool.fresh(), self.stages)
+        return type(self)(self.settings, self.pool.fresh(), self.stages, self._own)
 
     def next_step(self, lane: LaneName = "both") -> Step | None:
         if self.settings.refill_when_empty:
