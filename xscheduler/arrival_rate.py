@@ -97,7 +97,7 @@ def _best_nearby(best: Rated) -> Rated:
 
 def closed_rate(space: Space, settings: PolicySettings) -> float:
     """Return the highest arrival rate of some settings in closed form, all replicas together."""
-    return float(space.evaluate(_curves(columns_of(settings), space.forecast)).max_rates()[0, -1])
+    return float(space.evaluate(curves_of(columns_of(settings), space.forecast)).max_rates()[0, -1])
 
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
@@ -154,7 +154,7 @@ def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
     name = _outer_name(space)
     if name is not None:
         largest[name] = outer
-    columns = _curves(largest, space.forecast)
+    columns = curves_of(largest, space.forecast)
     evaluation = space.evaluate(columns)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), evaluation.max_rates(at_least), 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
@@ -164,7 +164,7 @@ def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
 
 
-def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
+def curves_of(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
     """Return the points of the load curves that end at these settings. # [curves * NUM_LOADS]"""
     load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]

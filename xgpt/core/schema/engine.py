@@ -155,7 +155,8 @@ class EngineSpec(Frozen):
         measures them without scheduling ahead. On a CPU, the engine's memory is what its command states.
         """
         of_gpus = ("memory_share", "kept_bytes", "group_bytes", "sampling_bytes", "keeps_expert_buffers")
-        reset = (*TIMED, "step_s", "schedules_ahead", "waiting_step_s", "waiting_request_s", "captured_tokens")
+        reset: tuple[str, ...] = (*TIMED, "step_s", "schedules_ahead", "waiting_step_s", "waiting_request_s")
+        reset += ("captured_tokens",)
         reset += (*of_gpus, "stream_s", "after_token_s") if device == "cpu" else ()
         fields = type(self).model_fields
         changes: dict[str, Any] = {name: fields[name].default for name in reset}

@@ -1,0 +1,1 @@
+"""Find the best settings of a running engine with few measurements."""
