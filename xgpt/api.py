@@ -433,7 +433,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     request = request_of(ReplanRequest, {"lengths": lengths, **asked})
     running, observation = observe_source(_plan(plan), request.lengths)
     if request.replan_policies == "all":
-        running = running.but(pinned=Pinned())
+        running = running.deployed(pinned=Pinned())
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
     decision, then = propose(running, profile_of(running, request.profile), observation, terms)
     return Replanned(running, observation, decision, then or running)

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from xgpt.core.errors import InputError, cut, reason_of
-from xgpt.core.schema import EngineSpec, Plan, Profile, Workload
+from xgpt.core.schema import EngineSpec, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, histogram_of
 from xsimulator.run import run_simulation
@@ -93,7 +93,7 @@ class CalibratedLoads:
     output: CalibrateOutput
 
 
-def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
+def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
     """Fit a plan's profile and engine to measured loads. Return both, with the prediction errors before and after the
     fit.
 
@@ -126,7 +126,7 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
     return {name: a / b - 1 for name, a, b in zip(NAMES, predicted, load.figures, strict=True)}
 
 
-def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
+def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
     """Fit and return three values: a factor on all step times, seconds added to each step, and a request's seconds
     outside the engine's loop.
 
@@ -180,7 +180,7 @@ def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
     return found.but(overhead=overhead, provenance=profile.provenance | {"calibration": text})
 
 
-def with_path(plan: Plan, path_s: float) -> Plan:
+def with_path(plan: PlanDraft, path_s: float) -> PlanDraft:
     """Return the plan with `path_s` added to the time that a request takes to reach its engine."""
     if plan.engine is None or not path_s:
         return plan
@@ -189,7 +189,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
     return plan.but(engine=plan.engine.but(before_admission_s=before_s, sources=sources))
 
 
-def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
+def predicted(plan: PlanDraft, profile: Profile, load: MeasuredLoad) -> Figures:
     """Simulate a plan under a load. Return throughput, mean TTFT and mean time between tokens."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)

@@ -12,7 +12,7 @@ from typing import Any
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Plan, PlanDraft
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
@@ -26,13 +26,14 @@ from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.planning import FleetCluster, plan_day
-from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, is_uniform, plan_each, plan_uniform
-from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_mixing_edge
-from xscheduler.objectives.reusing import PlanEach, with_reuse
+from xscheduler.found import Found
+from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_each, is_uniform, plan_uniform
+from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
+from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem
-from xsimulator.front import with_api_servers
-from xsimulator.run import with_joint_lengths
+from xsimulator.front import fronted
+from xsimulator.run import joint_lengths
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
 """Advice for a plan whose profile was measured on a busy machine."""
@@ -78,7 +79,7 @@ class Planned:
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
             return None
-        return next(iter(_plan_each(self.request)(replace(problem, even=False)).values()))
+        return next(iter(_find_each(self.request)(replace(problem, even=False)).values())).plan
 
     def best_uniform(self) -> Plan | None:
         """Return the best plan on equal stages, without rra and waa, or None if no such plan keeps the bound.
@@ -106,35 +107,34 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     started = time.perf_counter()
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     try:
-        problem, plans, ahead = _with_best_draft(request, problem, progress)
-        plans = with_reuse(_plan_each(request), problem, trace, plans)
+        problem, found, ahead = _with_best_draft(request, problem, progress)
+        found = with_reuse(_find_each(request), problem, trace, found)
     except InfeasibleError as error:
         if problem.profile.is_restless:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
         raise
-    plans = _annotate(plans, problem, trace)
-    plans = {name: with_api_servers(plan, request.api_servers) for name, plan in plans.items()}
+    plans = _annotate(found, problem, trace, request.api_servers)
     if problem.cluster.is_local:
         check_planned(next(iter(plans.values())))
     return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead, why_not_fewer)
 
 
-def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEach:
-    return partial(plan_each, policy=request.policy, search=request.search, order=request.order, progress=progress)
+def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:
+    return partial(found_each, policy=request.policy, search=request.search, order=request.order, progress=progress)
 
 
 def _with_best_draft(
     request: PlanRequest, problem: Problem, progress: Progress | None
-) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
-    """Find the best number of draft tokens. Return the problem and each policy's best plan with this number, and
+) -> tuple[Problem, dict[str, Found], dict[int, float]]:
+    """Find the best number of draft tokens. Return the problem and each policy's best schedule with this number, and
     `Planned.ahead`.
 
     Unless the request states the number, numbers are tried from 0 upwards until two in a row gain nothing.
     """
-    most, plans_of = problem.speculation, _plan_each(request, progress)
+    most, plans_of = problem.speculation, _find_each(request, progress)
     if most is None or request.speculative_tokens is not None:
         return problem, plans_of(problem), {}
-    best, found, failed = 0, dict[int, tuple[Problem, dict[str, Plan]]](), None
+    best, found, failed = 0, dict[int, tuple[Problem, dict[str, Found]]](), None
     ahead: dict[int, float] = {}
     for tokens in range(most.tokens + 1):
         tried = replace(problem, speculation=most.ahead(tokens) if tokens else None)
@@ -143,7 +143,7 @@ def _with_best_draft(
         except InfeasibleError as error:
             failed = error
             continue
-        ahead[tokens] = maximised(next(iter(found[tokens][1].values())))
+        ahead[tokens] = maximised(next(iter(found[tokens][1].values())).draft)
         if best not in ahead or ahead[tokens] > ahead[best]:
             best = tokens
         elif tokens >= best + 2:
@@ -154,39 +154,46 @@ def _with_best_draft(
     return *found[best], ahead
 
 
-def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates added. The best plan also gets ranges for its figures, the cost of
-    mixed steps at which another policy is better, and warnings.
+def _annotate(
+    found: dict[str, Found], problem: Problem, trace: TraceLengths | None, num_servers: int | None
+) -> dict[str, Plan]:
+    """Return the plans with their arrival rates and API servers. The best plan also gets ranges for its figures, the
+    cost of mixed steps at which another policy is better, and warnings.
     """
-    plans = with_capacities(plans, problem.profile)
-    best = with_mixing_edge(plans, problem.profile)
-    if trace is not None:
-        best = with_joint_lengths(best, problem.profile, trace)
-    if problem.profile.is_served:
-        best = _with_ranges(best)
-    elif (cell := cell_of(best)) is not None:
-        best = _with_likely_ranges(best, cell)
-    if problem.profile.is_restless:
-        best = _with_busy_machine_warning(best, problem)
-    return {**plans, next(iter(plans)): best}
+    profile, found = problem.profile, with_capacities(found, problem.profile)
+    best = next(iter(found.values()))
+    draft, figures = best.draft, dict[str, Any](ranges={}, ranges_from={})
+    if profile.is_served:
+        figures["ranges"] = _ranges(draft)
+    elif (cell := cell_of(draft)) is not None:
+        figures["ranges"], figures["ranges_from"] = _likely_ranges(draft, cell)
+    if profile.is_restless:
+        figures["warnings"] = (*draft.estimate.warnings, _busy_machine_warning(draft, problem))
+    best = best.estimating(
+        mixing_edge=mixing_edge([one.draft for one in found.values()], profile),
+        joint_lengths=None if trace is None else joint_lengths(draft, profile, trace),
+        **figures,
+    )
+    found |= {next(iter(found)): best}
+    return {kind: replace(one, draft=fronted(one.draft, num_servers)).plan for kind, one in found.items()}
 
 
 RANGED = ("latency_s", "ttft_s", "itl_p99_s")
 """Figures that are proportional to step times."""
 
 
-def _with_ranges(plan: Plan) -> Plan:
-    """Return the plan with ranges for its figures. They follow from the usual range of pace on this machine."""
+def _ranges(plan: PlanDraft) -> dict[str, tuple[float, float]]:
+    """Return ranges of a plan's figures. They follow from the usual range of pace on this machine."""
     fast, slow = usual(plan.cluster.device.name, plan.profile.engine)
     estimate = plan.estimate
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
     if (of_rate := _range_of_rate(plan, fast, slow)) is not None:
         ranges["rate_per_s"] = of_rate
-    return plan.with_estimate(ranges=ranges)
+    return ranges
 
 
-def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] | None:
+def _range_of_rate(plan: PlanDraft, fast: float, slow: float) -> tuple[float, float] | None:
     """Return the range of the arrival rate if steps take `fast` to `slow` times as long as predicted, or None if not
     known.
     """
@@ -199,10 +206,8 @@ def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] 
     return max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
 
 
-def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
-    """Return the plan with ranges for its figures. They follow from the prediction errors on similar published
-    measurements.
-    """
+def _likely_ranges(plan: PlanDraft, cell: Cell) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+    """Return ranges of a plan's figures, and the published measurements whose prediction errors give each range."""
     efficiency = plan.cluster.device.efficiency
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
     borrowed |= plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
@@ -214,13 +219,12 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
         rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
         if name == "throughput_rps" and (of_rate := _range_of_rate(plan, 1 / found.high, 1 / found.low)) is not None:
             ranges["rate_per_s"], rows["rate_per_s"] = of_rate, "from the errors of throughput"
-    return plan.with_estimate(ranges=ranges, ranges_from=rows)
+    return ranges, rows
 
 
-def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
-    """Return the plan with a warning that the profile was measured on a busy machine.
-
-    The warning states by how much the larger headroom lowers the arrival rate, in closed form.
+def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
+    """Return a warning that the profile was measured on a busy machine, and by how much the larger headroom lowers the
+    arrival rate, in closed form.
     """
     profile, constraint = problem.profile, plan.constraint
     text = f"{profile.unrest}; the headroom is {100 * constraint.headroom:.0f}%; {AGAIN}"
@@ -232,8 +236,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
             text += (
                 f"; with {100 * usual:.0f}% headroom this plan would sustain about {100 * (most / now - 1):.0f}% more"
             )
-    warnings = (*plan.estimate.warnings, text)
-    return plan.with_estimate(warnings=warnings)
+    return text
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
@@ -244,12 +247,12 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":
-            fewest = fewest_devices(problem, _plan_each(request))
+            fewest = fewest_devices(problem, _find_each(request))
             return replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer
         return problem, (), ""
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
     problems = [resolve(request.but(**update), progress) for update in each]
-    choices = cheapest(problems, _plan_each(request))
+    choices = cheapest(problems, _find_each(request))
     best = choices[0]
     if best.num_devices is None:
         raise InfeasibleError(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from xgpt.core.io import configs_dir
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PlanDraft
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
 LEAST_ROWS = 12
@@ -139,7 +139,7 @@ def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
     return exp(low - edge), exp(high + edge)
 
 
-def cell_of(plan: Plan) -> Cell | None:
+def cell_of(plan: PlanDraft) -> Cell | None:
     """Return the cell of a plan's predictions, or None if its step times were measured."""
     if plan.profile.source == "measured":
         return None

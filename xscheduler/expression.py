@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import nearest
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.plan import rate_of
 
 Values = npt.NDArray[np.float64] | float
@@ -81,7 +81,7 @@ def value_of(text: str, figures: Mapping[str, Values]) -> Values:
     return np.where(np.isnan(value), -np.inf, value)
 
 
-def objective_value(plan: Plan) -> float:
+def objective_value(plan: PlanDraft) -> float:
     """Return the value that a plan maximises at saturation: its throughput, or the user's own objective."""
     text, e = plan.constraint.maximise, plan.estimate
     if text is None:
@@ -166,7 +166,7 @@ def _value(node: ast.expr, figures: Mapping[str, Values]) -> Any:
     raise AssertionError(ast.dump(node))
 
 
-def maximised(plan: Plan) -> float:
+def maximised(plan: PlanDraft) -> float:
     """Return a plan's value of what it maximises: its arrival rate, its throughput at saturation, or the user's
     objective.
     """

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Plan, Profile, TensorParallel
+from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, PlanDraft, Profile, TensorParallel
 from xscheduler.engine_limits import why_not_divided
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
@@ -114,7 +114,7 @@ class Placement:
         return all(values.get(name, {self.fixed.get(name, 1)}) == {fixed[name]} for name in PLACED if name in fixed)
 
     @classmethod
-    def of(cls, plan: Plan) -> Placement:
+    def of(cls, plan: PlanDraft) -> Placement:
         """Return a plan's placement, including its number of micro-batches."""
         policy = plan.policy
         searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}

@@ -1,4 +1,4 @@
-"""Turn one point of a search space (one choice of settings) into a plan with all numbers that an engine needs."""
+"""Turn one point of a search space (one choice of settings) into a draft with all numbers that an engine needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from xgpt.core.io import sha256
 from xgpt.core.schema import (
     Admission,
     Estimate,
-    Plan,
+    PlanDraft,
     PolicySettings,
     Profile,
     ProfileRef,
     ReuseEstimate,
-    SearchCertificate,
+    SearchEffort,
     Stage,
     StageLane,
 )
@@ -22,14 +22,14 @@ from xscheduler.space import Space
 from xsimulator.lengths import Reused
 
 
-def plan_of(
+def draft_of(
     problem: Problem,
     space: Space,
     values: dict[str, float],
     settings: PolicySettings,
-    certificate: SearchCertificate,
-) -> Plan:
-    """Return the plan for one point of a search space. A point is one choice of settings.
+    effort: SearchEffort,
+) -> PlanDraft:
+    """Return one point of a search space, a choice of settings, with its predicted figures.
 
     Args:
         values: the point's predictions by name. The throughput includes all replicas.
@@ -39,7 +39,7 @@ def plan_of(
     most = int(space.capacity) if space.kv == "quantile" else None
     if limits.memory.request_blocks:  # each request has a state whose size does not depend on its length
         most = _slots(space, values)
-    return Plan(
+    return PlanDraft(
         model=problem.model,
         checkpoint=problem.checkpoint,
         dtype=profile.dtype,
@@ -55,7 +55,7 @@ def plan_of(
         block_size=limits.block_size,
         stages=stages,
         estimate=_estimate(problem, space, values, memory_bytes),
-        search=certificate,
+        search=effort,
         profile=ProfileRef(
             source=profile.source,
             sha256=sha256(profile),

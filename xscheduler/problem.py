@@ -11,7 +11,7 @@ from xgpt.core.schema import (
     EngineSpec,
     KvPromise,
     ModelSpec,
-    Plan,
+    PlanDraft,
     Profile,
     Speculation,
     Workload,
@@ -64,7 +64,7 @@ class Problem:
         return speculating(self.profile, self.model, self.speculation)
 
     @classmethod
-    def of(cls, plan: Plan, profile: Profile) -> Problem:
+    def of(cls, plan: PlanDraft, profile: Profile) -> Problem:
         """Return the problem that a plan solves, on as many devices as the plan uses."""
         return cls(
             plan.model,
@@ -112,7 +112,7 @@ def runs_in_vllm(
     return named == "vllm" or (is_default and not model.is_encoder_decoder)
 
 
-def reused_by(plan: Plan, workload: Workload) -> Reused | None:
+def reused_by(plan: PlanDraft, workload: Workload) -> Reused | None:
     """Return the part of prompts that a plan expects to be found in the K/V cache. None means no part."""
     found = plan.estimate.reuse
     if found is None:

@@ -8,17 +8,20 @@ from copy import copy
 from dataclasses import replace
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate, SearchMethod
+from xgpt.core.schema import Ceiling, Constraint, Plan, PlanDraft, PolicySettings, Profile, SearchEffort, SearchMethod
 from xgpt.core.schema.profile import MOST_HEADROOM
 from xgpt.observation.paces import usual
 from xscheduler.candidates import Candidates
 from xscheduler.expression import objective_value
+from xscheduler.found import Found
 from xscheduler.placement import Placement
-from xscheduler.plan_builder import plan_of
+from xscheduler.plan_builder import draft_of
 from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES
 from xscheduler.space import POLICIES, Space, columns_of
 from xscheduler.why_not import infeasible
+
+NOT_SEARCHED = Ceiling(None, "none: nothing was searched")
 
 
 class Scheduler:
@@ -52,7 +55,11 @@ class Scheduler:
         Raises:
             InfeasibleError: no policy has a plan. The error names the nearest bound that a plan could keep.
         """
-        plans = {}
+        return {kind: found.plan for kind, found in self.found(kinds).items()}
+
+    def found(self, kinds: Sequence[str]) -> dict[str, Found]:
+        """Return the same as drafts with their ceilings."""
+        plans: dict[str, Found] = {}
         for kind in kinds:
             started = time.perf_counter()
             spaces = self.candidates.spaces(kind)
@@ -61,15 +68,14 @@ class Scheduler:
             found = SEARCHES[self.method](spaces)
             seconds = time.perf_counter() - started
             if found.settings is not None and found.space is not None:
-                certificate = SearchCertificate(
+                effort = SearchEffort(
                     method=found.method,
                     evaluations=found.evaluations,
                     space_size=self.candidates.num_points(kind),
                     seconds=round(seconds, 4),
-                    gap=found.gap,
-                    bound=found.bound,
                 )
-                plans[kind] = self._plan(found.space, found.settings, found.values, certificate)
+                draft = self._draft(found.space, found.settings, found.values, effort)
+                plans[kind] = Found(draft, found.ceiling)
         if not plans:
             raise infeasible(self.candidates, kinds)
         return plans
@@ -78,7 +84,7 @@ class Scheduler:
         """Return the plan of these policies with the highest throughput at saturation, or the best by the user's
         objective.
         """
-        return max(self.best_of_each(kinds).values(), key=objective_value)
+        return max(self.found(kinds).values(), key=lambda found: objective_value(found.draft)).plan
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
         """Return the plan of given settings, whether or not they keep the constraint.
@@ -94,29 +100,27 @@ class Scheduler:
                 f"but the K/V memory holds only {space.capacity:.0f}: lower the batch size",
                 binding="memory",
             )
-        given = SearchCertificate(
-            method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
-        )
-        return self._plan(space, settings, evaluation.at(0), given)
+        given = SearchEffort(method="given", evaluations=1, space_size=1, seconds=0.0)
+        return self._draft(space, settings, evaluation.at(0), given).proven(NOT_SEARCHED)
 
-    def plan_at(self, space: Space, settings: PolicySettings, certificate: SearchCertificate) -> Plan | None:
-        """Return the plan of one point of a space, or None if the point does not fit in memory."""
+    def draft_at(self, space: Space, settings: PolicySettings, effort: SearchEffort) -> PlanDraft | None:
+        """Return one point of a space, or None if the point does not fit in memory."""
         evaluation = space.evaluate(columns_of(settings))
-        return self._plan(space, settings, evaluation.at(0), certificate) if evaluation.fits[0] else None
+        return self._draft(space, settings, evaluation.at(0), effort) if evaluation.fits[0] else None
 
-    def space_of(self, plan: Plan) -> Space:
+    def space_of(self, plan: PlanDraft) -> Space:
         """Return the space to which a plan of this scheduler belongs."""
         return self._found[_key(plan)]
 
-    def _plan(
-        self, space: Space, settings: PolicySettings, values: dict[str, float], certificate: SearchCertificate
-    ) -> Plan:
-        plan = plan_of(self.problem, space, values, settings, certificate)
-        self._found[_key(plan)] = space
-        return plan
+    def _draft(
+        self, space: Space, settings: PolicySettings, values: dict[str, float], effort: SearchEffort
+    ) -> PlanDraft:
+        draft = draft_of(self.problem, space, values, settings, effort)
+        self._found[_key(draft)] = space
+        return draft
 
 
-def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
+def _key(plan: PlanDraft) -> tuple[PolicySettings, int, int]:
     return plan.policy, plan.replicas, len(plan.stages)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import Calibration, CrossTimes, Plan, Profile
+from xgpt.core.schema import Calibration, CrossTimes, PlanDraft, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xsimulator.costs.step_cost import LaneCost, StepParts
 from xsimulator.executed import executed
@@ -54,7 +54,7 @@ class Steps:
         return Steps(self.parts[mask], self.seconds[mask], self.first_request[mask])
 
 
-def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
+def steps_of(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """Return the steps of a log, with the predicted time of each part. Each replica must have one device.
 
     Raises:
@@ -73,7 +73,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     return Steps(np.asarray(parts), np.asarray(seconds), np.asarray(first))
 
 
-def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
+def calibrate(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
     """Fit a profile to the steps of the first half of the requests. Compute its error on the steps of the second half.
 
     Returns:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.schema import Capacity, Goal, Plan, Profile, Speculation, StageLane, Workload
+from xgpt.core.schema import Capacity, Goal, PlanDraft, Profile, Speculation, StageLane, Workload
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import Ints, gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
@@ -89,7 +89,7 @@ class Trial:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanDraft,
         profile: Profile,
         seed: int = SEED,
         *,
@@ -178,13 +178,13 @@ def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
 
 
-def in_order_of_arrival(plan: Plan) -> Plan:
+def in_order_of_arrival(plan: PlanDraft) -> PlanDraft:
     """Return the plan with admission in order of arrival. Other orders would admit mostly short requests."""
     return plan.but(admission=plan.admission.but(order="fcfs", row_tokens=None))
 
 
 def run_of(
-    plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
+    plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
 ) -> Run | EngineRun:
     """Return a run that simulates one replica's stream, by counts if possible, otherwise on the simulated engine."""
     run = None if by_request else counted_run(plan, lanes, stream)
@@ -208,7 +208,7 @@ class CapacitySearch:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanDraft,
         profile: Profile,
         predicted: float | None = None,
         *,
@@ -337,7 +337,9 @@ class CapacitySearch:
         return high - min(margin, (high - low) / 2) if high - rate < margin else rate
 
 
-def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
+def capacity(
+    plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
+) -> Capacity | None:
     """Return the highest arrival rate at which a plan keeps its bounds in simulation, or None if the plan has no
     bounds.
 
@@ -350,7 +352,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
 
 
-def _wait_s(plan: Plan, throughput: float) -> float:
+def _wait_s(plan: PlanDraft, throughput: float) -> float:
     """Return the quantile of requests' waiting times, in s, at a rate `PRECISION` below saturation.
 
     In heavy traffic, P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), where X is the throughput and s the coefficient
@@ -361,12 +363,12 @@ def _wait_s(plan: Plan, throughput: float) -> float:
     return -log(1 - plan.constraint.quantile) / PRECISION * (1 + variation) / 2 / throughput
 
 
-def _follows_bounds(plan: Plan) -> bool:
+def _follows_bounds(plan: PlanDraft) -> bool:
     """Return whether the plan fills its steps up to the time that its bounds allow, as `slack` does."""
     return getattr(plan.policy, "slack", None) is not None
 
 
-def _slack(plan: Plan) -> float:
+def _slack(plan: PlanDraft) -> float:
     """Return the largest share of its bounds that a plan's times may reach, so that the headroom remains."""
     return 1 / (1 + plan.constraint.headroom)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from xgpt.core import policies
 from xgpt.core.policies import Rule, Step
-from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
 from xsimulator.costs.step_cost import StepCounts, lanes_of
@@ -69,7 +69,7 @@ class Paces(NamedTuple):
         return {str(name): self.where(self.lanes == name).ratio for name in np.unique(self.lanes)}
 
 
-def executed(plan: Plan, log: Sequence[StepRecord], rule: Rule | None = None) -> list[Executed]:
+def executed(plan: PlanDraft, log: Sequence[StepRecord], rule: Rule | None = None) -> list[Executed]:
     """Return the steps of a log, except transfers, with their counts. If a step cannot be replayed, later steps are
     left out.
 
@@ -79,7 +79,7 @@ def executed(plan: Plan, log: Sequence[StepRecord], rule: Rule | None = None) ->
     return [step for of_one in logs for step in _of_replica(plan, of_one, rule)]
 
 
-def _of_replica(plan: Plan, log: Sequence[StepRecord], rule: Rule | None) -> list[Executed]:
+def _of_replica(plan: PlanDraft, log: Sequence[StepRecord], rule: Rule | None) -> list[Executed]:
     schedule = policies.build(plan, rule)
     last_end_ns: dict[str, int] = {}
     arrival_ns: dict[int, int] = {}
@@ -105,7 +105,7 @@ def _of_replica(plan: Plan, log: Sequence[StepRecord], rule: Rule | None) -> lis
 
 
 def paces(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     log: Sequence[StepRecord],
     within: Sequence[StepRecord] | None = None,
@@ -137,7 +137,7 @@ def paces(
 
 
 def paces_of_workers(
-    plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
+    plan: PlanDraft, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
     """Return the measured and predicted times of each stage's worker, summed over all steps of a log.
 
@@ -164,7 +164,7 @@ def paces_of_workers(
     return Paces(measured, np.asarray([predicted[name] for name in names]), np.zeros(len(names)), np.asarray(names))
 
 
-def _lane_name(plan: Plan, record: StepRecord) -> str:
+def _lane_name(plan: PlanDraft, record: StepRecord) -> str:
     words = [f"replica {record.replica}"] if plan.replicas > 1 else []
     if record.lane != "both" or not words:
         words.append(record.lane)

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Plan, StageLane
+from xgpt.core.schema import PlanDraft, StageLane
 from xgpt.core.schema.fleet import ReplicaKind
 from xsimulator.capacity import run_of
 from xsimulator.costs.step_cost import LaneCost
@@ -173,6 +173,6 @@ def simulate_fleet(
     return RequestTimes(ttft + path_s, tpot, whole + path_s)
 
 
-def _longest(plan: Plan, longest: int) -> int:
+def _longest(plan: PlanDraft, longest: int) -> int:
     """Return the output length for which memory is reserved: the longest output of the plan or of the requests."""
     return max(plan.workload.output.lengths[-1], longest)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from math import ceil, inf
 
-from xgpt.core.schema import EngineSpec, Plan, Workload
+from xgpt.core.schema import EngineSpec, PlanDraft, Workload
 
 MOST_BUSY = 0.8
 """Largest share of the time for which an API server may be busy. Requests wait long for a busier server."""
@@ -17,7 +17,7 @@ def request_s(engine: EngineSpec, workload: Workload) -> float:
     return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
 
 
-def served_rate(plan: Plan) -> float:
+def served_rate(plan: PlanDraft) -> float:
     """Return the total rate, in requests a second, of the replicas that one command of the engine starts. They share
     the command's API servers.
     """
@@ -26,13 +26,13 @@ def served_rate(plan: Plan) -> float:
     return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas
 
 
-def most_rate(plan: Plan, num_servers: int) -> float:
+def most_rate(plan: PlanDraft, num_servers: int) -> float:
     """Return the requests a second that these API servers can handle, or infinity if their speed is not known."""
     each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
     return MOST_BUSY * num_servers / each_s if each_s else inf
 
 
-def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
+def fronted(plan: PlanDraft, num_servers: int | None) -> PlanDraft:
     """Return the plan with its number of API servers, and with a warning if these servers can handle fewer requests
     than the plan promises.
 

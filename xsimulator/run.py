@@ -15,7 +15,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Rule, Schedule
 from xgpt.core.policies.routing import share_of_replica
-from xgpt.core.schema import JointLengths, Plan, Profile, Workload
+from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.core.traces import read_lengths
 from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, quantile, sample
@@ -40,7 +40,7 @@ MANY_REQUESTS = 20_000
 """Replays of more requests than this are simulated by counts if possible. They take seconds, but return no steps."""
 
 
-def warm_up_requests(plan: Plan) -> int:
+def warm_up_requests(plan: PlanDraft) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
     An engine that starts empty has too few long requests at first. Many short requests end before it has the steady
@@ -62,23 +62,23 @@ def _iterations_until_full(workload: Workload) -> float:
     return float(np.interp(FULL * there[-1], there, after))
 
 
-def outstanding_requests(plan: Plan) -> int:
+def outstanding_requests(plan: PlanDraft) -> int:
     """Return the number of requests that keep a replica saturated: as many as may run, and some that wait."""
     running, encoding = max(1.5 * plan.estimate.decode_batch, _most_running(plan)), 3 * plan.estimate.encode_batch
     return ceil(min(running, _num_blocks(plan)) + min(encoding, _num_blocks(plan))) + 8
 
 
-def _most_running(plan: Plan) -> int:
+def _most_running(plan: PlanDraft) -> int:
     """Return the largest number of requests that the policy runs on a replica, at most one for each K/V block."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
 
-def _num_blocks(plan: Plan) -> int:
+def _num_blocks(plan: PlanDraft) -> int:
     return max(stage.kv_blocks for stage in plan.stages)
 
 
-def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
+def requests_to_send(plan: PlanDraft, num_requests: int, *, saturated: bool) -> int:
     """Return the number of requests to replay on one replica so that `num_requests` can be measured.
 
     A saturated run starts with a warm-up. The measured window closes at a step that encodes, so some requests must
@@ -87,7 +87,7 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
 
-def requests_to_end(plan: Plan, num_requests: int) -> int:
+def requests_to_end(plan: PlanDraft, num_requests: int) -> int:
     """Return the number of requests that must end before `num_requests` of a saturated run can be measured.
 
     If requests are admitted together and are equally long, all running requests end together. This happens once at the
@@ -109,7 +109,7 @@ class Simulated:
         kept: for each class of requests, the share that kept its bounds.
     """
 
-    plan: Plan
+    plan: PlanDraft
     measured: Measured
     steps: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
@@ -144,7 +144,7 @@ class Simulated:
 
 
 def run_simulation(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: str | Workload | None = None,
     num_requests: int = 2000,
@@ -207,7 +207,7 @@ def run_simulation(
 
 
 def _closed_loop(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: Workload,
     num_requests: int,
@@ -233,7 +233,7 @@ def _closed_loop(
 
 
 def simulate(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: Workload,
     num_requests: int,
@@ -253,7 +253,7 @@ def simulate(
 
 
 def _drawn(
-    plan: Plan, workload: Workload, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
+    plan: PlanDraft, workload: Workload, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
     """Draw the requests of one replica from a workload."""
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
@@ -263,7 +263,7 @@ def _drawn(
 
 
 def _first_of(
-    trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
+    trace: TraceLengths, plan: PlanDraft, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
     """Return one replica's requests from the start of a trace, in order, with their shared prefixes.
 
@@ -284,7 +284,7 @@ def _first_of(
 
 
 def run_replica(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: Workload,
     requests: TraceLengths,
@@ -302,7 +302,7 @@ def run_replica(
 
 
 def request_latencies(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: Workload,
     num_requests: int,
@@ -345,7 +345,7 @@ def request_latencies(
 
 
 def seen_at_once(
-    plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
+    plan: PlanDraft, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
     """Return the steps of one replica if all requests arrive at the start and each step takes its mean time. The run is
     by counts if possible.
@@ -361,20 +361,20 @@ def seen_at_once(
 
 
 def _counted_at_once(
-    plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
+    plan: PlanDraft, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
 ) -> Run | None:
     if plan.estimate.reuse is not None:
         return None
     return _counted(plan, profile, Stream(inputs, outputs, longest, np.zeros(len(inputs), int)), is_logged=is_logged)
 
 
-def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
+def _counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
     from xsimulator.counts.counted_run import counted_run  # imported here, since importing numba takes half a second
 
     return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
 
 
-def is_drawn(plan: Plan) -> bool:
+def is_drawn(plan: PlanDraft) -> bool:
     """Return whether latencies can be measured only on requests with randomly drawn lengths (see
     `xsimulator.request_law`).
     """
@@ -382,7 +382,7 @@ def is_drawn(plan: Plan) -> bool:
 
 
 def replay_trace(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     workload: Workload,
     trace: TraceLengths,
@@ -403,7 +403,7 @@ def replay_trace(
     return run_replica(plan, profile, workload, trace, num_requests, on_span, rule)
 
 
-def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
+def _replayed(plan: PlanDraft, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
     """Return one replica's requests of a trace, as many as are needed to measure `num_requests`."""
     check_fits(plan, workload)
     if trace.timestamp_s is None:
@@ -414,7 +414,7 @@ def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests:
 
 
 def replay_by_counts(
-    plan: Plan, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
+    plan: PlanDraft, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
 ) -> Simulated | None:
     """Replay a trace by counts, with mean step times. No steps are returned. Return None if the plan cannot be
     simulated by counts.
@@ -458,12 +458,14 @@ def replay_by_counts(
     return Simulated(plan, measured, (), (), times)
 
 
-def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
-    """Return the plan with an estimate of the error that comes from treating input and output lengths as
-    independent.
+def joint_lengths(
+    plan: PlanDraft, profile: Profile, trace: TraceLengths, num_requests: int = 500
+) -> JointLengths | None:
+    """Return the error that comes from treating input and output lengths as independent, or None if lengths do not
+    vary.
     """
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
-        return plan
+        return None
     rng = np.random.default_rng(0)
     total = requests_to_send(plan, num_requests, saturated=True)
     rounds = [rng.permutation(len(trace.input)) for _ in range(-(-total // len(trace.input)))]
@@ -475,16 +477,15 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_re
         log = run_requests(plan, profile, requests, plan.workload.output.lengths[-1])
         found.append(read_log(plan, plan.workload, log, num_requests, saturated=True))
     pairs, apart = found
-    joint = JointLengths(
+    return JointLengths(
         correlation=float(np.corrcoef(trace.input, trace.output)[0, 1]),
         throughput=pairs.throughput_rps / apart.throughput_rps - 1,
         latency=pairs.latency_s / apart.latency_s - 1,
     )
-    return plan.with_estimate(joint_lengths=joint)
 
 
 def run_requests(
-    plan: Plan,
+    plan: PlanDraft,
     profile: Profile,
     trace: TraceLengths,
     max_output: int | Ints,
@@ -537,7 +538,7 @@ def run_requests(
     return steps
 
 
-def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
+def accounts_of(plan: PlanDraft, num_requests: int) -> list[Account]:
     """Return an account for each request. Each class gets about its planned share of any consecutive requests."""
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
@@ -556,7 +557,7 @@ def reused_share(log: Sequence[StepRecord]) -> float:
     return sum(found.values()) / max(1, sum(asked[id_] for id_ in found))
 
 
-def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> SimulatedClock:
+def clock_of(plan: PlanDraft, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> SimulatedClock:
     """Return the simulated clock for the steps of one replica."""
     lanes = lanes_of(plan, profile)
     if "both" in lanes:
@@ -564,7 +565,7 @@ def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan |
     return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span, lanes["decode"].profile.jitter)
 
 
-def check_fits(plan: Plan, workload: Workload) -> None:
+def check_fits(plan: PlanDraft, workload: Workload) -> None:
     """Raise InputError if a workload's longest request does not fit into the plan's K/V memory or the model's
     context."""
     longest = workload.input.lengths[-1] + workload.output.lengths[-1]
@@ -583,7 +584,7 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 
 def read_log(
-    plan: Plan,
+    plan: PlanDraft,
     workload: Workload,
     log: list[StepRecord],
     num_requests: int,
@@ -613,12 +614,12 @@ def read_log(
     )
 
 
-def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
+def warm_up_of(plan: PlanDraft, log: Sequence[StepRecord]) -> int:
     """Return the number of warm-up requests of a saturated run, for all replicas in the log."""
     return len({record.replica for record in log}) * warm_up_requests(plan)
 
 
-def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: Ints | None = None) -> RequestTimes:
+def times_of(plan: PlanDraft, log: Sequence[StepRecord], num_requests: int, tokens: Ints | None = None) -> RequestTimes:
     """Return the times, from arrival, of the first requests in a log of this plan.
 
     Args:
@@ -628,7 +629,7 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)
 
 
-def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
+def kept_by_class(plan: PlanDraft, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
     """Return, for each class, the share of its requests that kept the bounds, among the first requests of a log."""
     found = {}
     for each in plan.constraint.classes:
@@ -637,6 +638,6 @@ def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> d
     return found
 
 
-def encode_emits(plan: Plan) -> bool:
+def encode_emits(plan: PlanDraft) -> bool:
     """Return whether the step that ends a prompt also computes its first output token."""
     return plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder

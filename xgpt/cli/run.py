@@ -267,7 +267,7 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, **_: 
         click.echo(dump_json(found.decision), nl=False)
     else:
         notes = render.decision_notes(found.decision, found.observation)
-        if found.judged.but(pinned=given.pinned) != given:
+        if found.judged.deployed(pinned=given.pinned) != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")
         render.show(render.decision_table(found.decision), *notes)

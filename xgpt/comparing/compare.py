@@ -32,10 +32,10 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_trace
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.best_plans import found_each, plan_each
 from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
-from xsimulator.front import most_rate, with_api_servers
+from xsimulator.front import fronted, most_rate
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is loosened to show the gain. None means no bound."""
@@ -165,8 +165,10 @@ def compare(
             raise
         scored_profile = running_problem.profile
         notes = (*notes, *_front_note(scored, running.api_servers), *memory_note(running_problem, running))
-    plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
-    plans = {kind: with_api_servers(plan, request.api_servers) for kind, plan in plans.items()}
+    found_plans = with_capacities(found_each(problem, request.policy, request.search), problem.profile)
+    plans = {
+        kind: replace(one, draft=fronted(one.draft, request.api_servers)).plan for kind, one in found_plans.items()
+    }
     gains: dict[str, RangeOutput] = {}
     if scored is not None and rate_of(scored) > 0:
         gains = ranges(plans, problem.profile, scored, scored_profile, trace)

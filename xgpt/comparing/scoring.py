@@ -12,7 +12,7 @@ from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, Plan, Precision
 from xgpt.resolve import load_engine, nearest_engine
-from xscheduler.objectives.capacities import predicted_rate, with_capacity
+from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
@@ -141,7 +141,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
         **found.placement.fixed,
     )
     plan = found.scheduler.score(settings, found.placement)
-    return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
+    return rated(plan, problem.profile).proven(plan.ceiling)
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:

@@ -30,7 +30,7 @@ from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
 from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.schedule import Scheduler, scheduler
@@ -123,7 +123,8 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         plans = search.best_of_each(kinds)
         ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
         return {kind: (plan, None) for kind, plan in ordered}
-    rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
+    by_search = Arrivals(search)
+    rated = [(kind, *pair) for kind in kinds for pair in by_search.of_kind(kind, 1)]
     if not rated:
         search.best_of_each(kinds)  # raises an error with the reason if requests break the bounds even without waiting
         constraint = search.problem.constraint
@@ -134,7 +135,8 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
             f"closed-form estimate); loosen {'a bound' if len(given) > 1 else 'it'}",
             binding=name,
         )
-    return {kind: (plan, rate) for kind, plan, rate in sorted(rated, key=lambda item: -item[2])}
+    rated.sort(key=lambda item: -item[2])
+    return {kind: (draft.proven(CLOSED_FORMS), rate) for kind, draft, rate in rated}
 
 
 def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:

@@ -59,7 +59,7 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
     for number, kind in enumerate(fleet.kinds):
         check_deployable(kind.plan, "k8s")
         names = _names(base, number)
-        plan = kind.plan.but(replicas=max(1, fleet.intervals[0].replicas[number]))
+        plan = kind.plan.deployed(replicas=max(1, fleet.intervals[0].replicas[number]))
         files |= {f"kind{number}/{name}": text for name, text in replica_files(plan, names).items()}
     resources = ["recommender.yaml", *(f"kind{number}" for number in numbers)]
     return {**files, "kustomization.yaml": kustomization(resources)}

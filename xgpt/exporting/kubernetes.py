@@ -97,7 +97,7 @@ def replica_files(plan: Plan, names: Names) -> dict[str, str]:
     in_vllm, nodes = plan.profile.engine != "xgpt", num_nodes(plan)
     check_engine(plan, "vllm" if in_vllm else "xgpt")
     if in_vllm:
-        check_vllm_runs(plan.but(replicas=1))
+        check_vllm_runs(plan.deployed(replicas=1))
         if nodes > 1 and len(plan.policy.lanes) > 1:
             accepted = "its lanes need separate groups: use `--to llm-d` or `--to dynamo`"
             raise InputError("plan.policy", plan.policy.kind, accepted)

@@ -160,7 +160,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
 def _checked(plan: Plan, target: str) -> Names:
     check_deployable(plan, target)
     check_engine(plan, "vllm")
-    one = plan.but(replicas=1)
+    one = plan.deployed(replicas=1)
     if runs_by_itself(plan):
         own_arguments(one)
     else:
@@ -202,7 +202,7 @@ def _served_name(plan: Plan) -> str:
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
     """Return vLLM's engine arguments for a lane of one replica."""
-    one = plan.but(replicas=1)
+    one = plan.deployed(replicas=1)
     if runs_by_itself(plan):
         drafts = pods.with_mounted_draft(plan) if pods.mounts_draft(plan) else plan
         return [*own_arguments(one), *vllm_draft(drafts.speculation)]

@@ -103,7 +103,7 @@ def config_map(plan: Plan, names: Names) -> Object:
     Raises:
         InputError: the plan is too large for a ConfigMap.
     """
-    document = dump_json(plan.but(replicas=1, checkpoint=MODEL_PATH))
+    document = dump_json(plan.deployed(replicas=1, checkpoint=MODEL_PATH))
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = (
             f"the plan has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; plan with fewer "
@@ -132,7 +132,7 @@ def mounts_draft(plan: Plan) -> bool:
 def with_mounted_draft(plan: Plan) -> Plan:
     """Return the plan with the path at which containers mount the draft's weights."""
     assert plan.speculation is not None
-    return plan.but(speculation=plan.speculation.but(draft=DRAFT_PATH))
+    return plan.deployed(speculation=plan.speculation.but(draft=DRAFT_PATH))
 
 
 def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Object:

@@ -24,7 +24,7 @@ from xgpt.reporting.plan_text import (
     settings_text,
 )
 from xscheduler.expression import maximised
-from xscheduler.objectives.capacities import predicted_rate, with_capacity
+from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
@@ -50,9 +50,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     Raises:
         InputError: requests of the plan's workload do not fit into the plan's memory.
     """
-    rated = plan
-    if plan.estimate.capacity is None:
-        rated = with_capacity(plan, profile, predicted_rate(plan, profile))
+    full = plan if plan.estimate.capacity else rated(plan, profile).proven(plan.ceiling, plan.search.rival)
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
@@ -70,17 +68,17 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
         commands=command_in_words({plan.policy.kind: plan}),
-        cards=_cards(rated),
+        cards=_cards(full),
         warnings=plan.estimate.warnings,
-        figures=_figures(rated, measured),
+        figures=_figures(full, measured),
         simulation=(
             f"Simulated: {measured.num_requests} requests of the plan's workload at saturation, with the engine's own "
             "scheduling rule and step times from the profile. Latency counts from admission; the plan keeps the bounds "
             f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(constraint)}; "
-            f"{'; '.join(arrivals_in_words(rated))}."
+            f"{'; '.join(arrivals_in_words(full))}."
         ),
-        arriving=_arriving(rated, profile),
-        classes=_classes(rated, profile),
+        arriving=_arriving(full, profile),
+        classes=_classes(full, profile),
         charts=_charts(plan, profile, spans),
         stages=[
             {

@@ -56,7 +56,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
             raise InputError("checkpoint", checkpoint, "there is no such directory; check the path")
-        return plan.but(checkpoint=os.path.abspath(checkpoint))
+        return plan.deployed(checkpoint=os.path.abspath(checkpoint))
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
@@ -65,7 +65,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
                 "`checkpoint`"
             )
             raise InputError("plan.checkpoint", model_id, accepted)
-        return plan.but(checkpoint=str(cached))
+        return plan.deployed(checkpoint=str(cached))
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
         accepted = "there is no such directory on this machine: give the weights' directory as `checkpoint`"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)

@@ -177,7 +177,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         check_step_log(request.step_log, force=request.force)
     plan = located(plan, request.checkpoint)
     if request.replan_policies == "all":
-        plan = plan.but(pinned=Pinned())
+        plan = plan.deployed(pinned=Pinned())
     request.keys(plan)
     request.classes(plan)
     request.tls()
@@ -332,7 +332,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
         accepted = f"{plan.replicas} replicas of {each} devices do not divide evenly among the machines"
         raise InputError("nnodes", count, accepted)
     if here >= each:
-        return plan.but(replicas=here // each), None
+        return plan.deployed(replicas=here // each), None
     if len(plan.policy.lanes) > 1:
         accepted = "for its lanes on several machines use `xgpt export --to llm-d` or `--to dynamo`"
         raise InputError("plan.policy", plan.policy.kind, accepted)
@@ -342,7 +342,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
         accepted = "give the address of the replica's first machine, as HOST or HOST:PORT"
         raise InputError("master_addr", request.master_addr, accepted) from None
     span = each // here
-    return plan.but(replicas=1), Machines(span, rank % span, host, port)
+    return plan.deployed(replicas=1), Machines(span, rank % span, host, port)
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:

@@ -279,7 +279,7 @@ def _line(connection: socket.socket) -> bytes:
 
 def _digest(plan: Plan) -> str:
     """Return a digest that is equal for equal plans, even if machines store the weights in different places."""
-    return sha256(plan.but(checkpoint=None))
+    return sha256(plan.deployed(checkpoint=None))
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.machine import num_cores
-from xgpt.core.schema import ClusterSpec, Pinned, Plan, Profile, Workload
+from xgpt.core.schema import ClusterSpec, Pinned, Plan, PlanDraft, Profile, Workload
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
-from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
 from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.capacities import with_capacity
@@ -102,10 +102,10 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
     plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
     best = max(plans, key=_rate).but(pinned=Pinned(policy=policy, fixed=dict(problem.fixed)))
-    return best if _rate(best) > 0 else None
+    return best.proven(CLOSED_FORMS) if _rate(best) > 0 else None
 
 
-def _rate(plan: Plan) -> float:
+def _rate(plan: PlanDraft) -> float:
     return 0.0 if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Constraint, Plan, Profile, SearchCertificate
+from xgpt.core.schema import Ceiling, Constraint, PlanDraft, Profile, SearchEffort
 from xgpt.core.schema.plan import rate_of
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
@@ -22,6 +22,7 @@ from xscheduler.arrival_rate import (
     one_step_from,
     sampled,
 )
+from xscheduler.found import Found
 from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
@@ -57,11 +58,12 @@ NOISE = 0.05
 ENDED_EARLY = (
     f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
 )
+CLOSED_FORMS = Ceiling(None, "none: arrival rates along load curves come from closed forms, without simulation")
 SAMPLED = "none: sampled settings prove no bound"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
 
-class Arrivals(Objective):
+class Arrivals(Objective[PlanDraft]):
     """The objective `arrivals`: the highest arrival rate at which the bounds are kept, waiting included.
 
     Args:
@@ -71,7 +73,7 @@ class Arrivals(Objective):
     def __init__(
         self,
         scheduler: Scheduler,
-        finish: Callable[[Plan], Plan] = lambda plan: plan,
+        finish: Callable[[PlanDraft], PlanDraft] = lambda plan: plan,
         progress: Progress | None = None,
         *,
         only_best: bool = False,
@@ -82,11 +84,11 @@ class Arrivals(Objective):
         """Seconds spent on the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
         """For each placement that was searched, its best settings in closed form."""
-        self._finished: dict[tuple[object, ...], Plan] = {}
+        self._finished: dict[tuple[object, ...], PlanDraft] = {}
         """Finished plans by settings and placement, cached since several best plans can have the same neighbour."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
 
-    def rank(self, kinds: Sequence[str]) -> Ranked:
+    def rank(self, kinds: Sequence[str]) -> Ranked[PlanDraft]:
         started = time.perf_counter()
         self._branches = Branches(self.scheduler.candidates, kinds, self._in_loop, self.progress)
         ranked = {kind: self._ranked(self._branches.spaces(kind), kind, MOST_TRIED) for kind in kinds}
@@ -94,7 +96,7 @@ class Arrivals(Objective):
         self._seconds = {kind: spent / len(searched) for kind in searched}
         return ranked
 
-    def of_kind(self, kind: str, most: int) -> list[tuple[Plan, float]]:
+    def of_kind(self, kind: str, most: int) -> list[tuple[PlanDraft, float]]:
         """Return one policy's plans with the highest rates in closed form, each with its rate, highest first.
 
         Args:
@@ -102,21 +104,19 @@ class Arrivals(Objective):
         """
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
-    def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[Plan, float]]:
+    def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[PlanDraft, float]]:
         started = time.perf_counter()
         rated = by_rate(spaces, self._rated)
-        certificate = SearchCertificate(
+        effort = SearchEffort(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),
             space_size=self.scheduler.candidates.num_points(kind),
             seconds=round(time.perf_counter() - started, 4),
-            gap=None,
-            bound="none: arrival rates along load curves come from closed forms, without simulation",
         )
-        plans = [(self.scheduler.plan_at(one.space, one.settings, certificate), one.rate) for one in rated[:most]]
+        plans = [(self.scheduler.draft_at(one.space, one.settings, effort), one.rate) for one in rated[:most]]
         return [(plan, rate) for plan, rate in plans if plan is not None]
 
-    def verify(self, ranked: Ranked) -> dict[str, Plan]:
+    def verify(self, ranked: Ranked[PlanDraft]) -> dict[str, PlanDraft]:
         order = sorted((kind for kind in ranked if ranked[kind]), key=lambda kind: -ranked[kind][0][1])
         found: dict[str, CapacitySearch] = {}
         best: CapacitySearch | None = None
@@ -155,45 +155,46 @@ class Arrivals(Objective):
         kept = {name: found[name].plan.with_estimate(capacity=capacity) for name, capacity in capacities.items()}
         return {kind: kept[kind]} if self._only_best else kept
 
-    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+    def certify(self, plans: dict[str, PlanDraft]) -> dict[str, Found]:
         asked = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0
         ordered = dict(sorted(plans.items(), key=lambda item: -rate_of(item[1])))
         best = next(iter(ordered))
-        ordered[best] = _with_rival(ordered)
         spaces = {kind: self.scheduler.space_of(plan) for kind, plan in ordered.items()}
         breach = {
             kind: self._branches.breach(spaces[kind], rate_of(plan), waits=kind == best)
             for kind, plan in ordered.items()
         }
         return {
-            kind: self._certified(plan, kind, breach[kind], best=kind == best)
+            kind: Found(
+                *self._certified(plan, kind, breach[kind], best=kind == best), _rival(ordered) if kind == best else None
+            )
             for kind, plan in ordered.items()
             if rate_of(plan) >= asked
         }
 
-    def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
-        """Return the plan with its certificate. It covers all plans of the policy or, for the best plan, of all
-        policies.
+    def _certified(self, plan: PlanDraft, kind: str, breach: float, *, best: bool) -> tuple[PlanDraft, Ceiling]:
+        """Return the draft with the effort of its search, and the ceiling of all plans of the policy or, for the best
+        plan, of all policies.
         """
-        rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]
-        search: dict[str, object] = {
-            "method": "branch-and-bound",
-            "evaluations": sum(branch.evaluations for branch in branches),
-            "space_size": sum(branch.space.num_points for branch in branches),
-            "simulations": self._simulations if best else plan.search.simulations,
-            "seconds": round(self._seconds[kind], 4),
-            "gap": None,
-        }
+        effort = SearchEffort(
+            method="optuna" if self._sampled else "branch-and-bound",
+            evaluations=sum(branch.evaluations for branch in branches),
+            space_size=sum(branch.space.num_points for branch in branches),
+            simulations=self._simulations if best else plan.search.simulations,
+            seconds=round(self._seconds[kind], 4),
+        )
+        ended = f"; {ENDED_EARLY}" if self._ended_early else ""
         if self._sampled:
-            search |= {"method": "optuna", "bound": SAMPLED}
-        elif together or breach > NOISE:
-            search["bound"] = TOGETHER if together else UNBOUND
+            ceiling = Ceiling(None, SAMPLED)
+        elif "throughput_rps" in plan.estimate.simulated:
+            ceiling = Ceiling(None, TOGETHER)
+        elif breach > NOISE:
+            ceiling = Ceiling(None, UNBOUND)
         else:
-            most = self._branches.most(rate, None if best else kind)
-            ended = f"; {ENDED_EARLY}" if self._ended_early else ""
-            search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND + ended}
-        return plan.but(search=plan.search.but(**search))
+            most = self._branches.most(rate_of(plan), None if best else kind)
+            ceiling = Ceiling((1 + breach) * most, BOUND + ended)
+        return plan.but(search=effort), ceiling
 
     def _say(self, done: int, parts: int, what: str) -> None:
         if self.progress is not None:
@@ -214,7 +215,7 @@ class Arrivals(Objective):
         """Return the space under the bounds that remain for the engine's loop."""
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
-    def _finish(self, plan: Plan) -> Plan:
+    def _finish(self, plan: PlanDraft) -> PlanDraft:
         """Return the plan after `finish` has set its admission and its simulated figures."""
         key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
@@ -222,7 +223,7 @@ class Arrivals(Objective):
         return self._finished[key].but(search=plan.search)
 
     def _best_of(
-        self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
+        self, candidates: Sequence[tuple[PlanDraft, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
         """Return the candidate with the highest simulated rate, or None if no rate exceeds the rival's."""
         best = rival
@@ -249,14 +250,14 @@ class Arrivals(Objective):
             best = found
         return best
 
-    def _nearby(self, plan: Plan) -> list[tuple[Plan, float]]:
+    def _nearby(self, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
         """Return plans on the same placement with their rates in closed form. They differ slightly in one variable or
         are the best under tighter bounds.
         """
         space = self._in_engine(self.scheduler.space_of(plan))
         near = one_step_from(space, plan.policy)
         near += [one for one in best_under_tighter(space) if one not in (plan.policy, *near)]
-        plans = [(settings, self.scheduler.plan_at(space, settings, plan.search)) for settings in near]
+        plans = [(settings, self.scheduler.draft_at(space, settings, plan.search)) for settings in near]
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
@@ -265,11 +266,11 @@ class Arrivals(Objective):
         """
         best.precision = SHARP
         try:
-            rivals = self.scheduler.best_of_each(kinds)
+            rivals = self.scheduler.found(kinds)
         except InfeasibleError:
             return best
         ranked = []
-        for plan in rivals.values():
+        for plan in (found.draft for found in rivals.values()):
             rate = closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
             ranked.append((plan.but(search=best.plan.search), rate))
         found = self._best_of(sorted(ranked, key=lambda item: -item[1]), best) or best
@@ -290,7 +291,7 @@ class Arrivals(Objective):
             if branch.space not in self._rated:
                 self._rated[branch.space] = best_of(branch.space)
             one = self._rated[branch.space]
-            plan = None if one is None else self.scheduler.plan_at(branch.space, one.settings, best.plan.search)
+            plan = None if one is None else self.scheduler.draft_at(branch.space, one.settings, best.plan.search)
             if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
                 continue
             settled += 1
@@ -325,7 +326,7 @@ class Arrivals(Objective):
         low = int(serves.argmax()) if serves.any() else high
         while sizes[high] > ALIKE * sizes[low]:
             middle = (low + high) // 2
-            other = self.scheduler.plan_at(space, space.settings(smaller, middle), plan.search)
+            other = self.scheduler.draft_at(space, space.settings(smaller, middle), plan.search)
             search = (
                 None if other is None else CapacitySearch(self._finish(other), self.scheduler.problem.profile, rate)
             )
@@ -342,7 +343,7 @@ class Arrivals(Objective):
         self._sampled = True
         ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
         proposed = sampled(ordered[:MOST_PLACEMENTS])
-        plans = [(self.scheduler.plan_at(one.space, one.settings, best.plan.search), one.rate) for one in proposed]
+        plans = [(self.scheduler.draft_at(one.space, one.settings, best.plan.search), one.rate) for one in proposed]
         found = self._best_of([(plan, rate) for plan, rate in plans if plan is not None], best, DOUBT_NEARBY) or best
         found.precision = SHARP
         return found
@@ -362,7 +363,7 @@ class Arrivals(Objective):
         return never_kept(self.scheduler, kinds, keeps, self.progress)
 
 
-def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
+def _error_of(plan: PlanDraft, profile: Profile, rate: float) -> float:
     """Return the relative standard deviation of a plan's rate over several draws."""
     rates = [rate]
     for seed in DRAWS:
@@ -372,16 +373,13 @@ def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
     return round(float(np.std(rates, ddof=1) / rate), 4)
 
 
-def _with_rival(ordered: dict[str, Plan]) -> Plan:
-    """Return the best plan. If simulation cannot distinguish its rate from the next plan's, it names that plan as its
-    rival.
-    """
+def _rival(ordered: dict[str, PlanDraft]) -> str | None:
+    """Return a description of the next plan if simulation cannot distinguish its rate from the best plan's."""
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
     # If waa-c and waa-m divide devices in the same way, their plans are one plan.
     other = next((one for one in others if (one.policy.kind, one.stages) != (plan.policy.kind, plan.stages)), None)
     if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
-        return plan
-    rival = f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"
-    return plan.but(search=plan.search.but(rival=rival))
+        return None
+    return f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PlanDraft
+from xscheduler.found import Found
 from xscheduler.schedule import Scheduler
 
-Ranked = dict[str, list[tuple[Plan, float]]]
+Schedule = TypeVar("Schedule", PlanDraft, Found)
+Ranked = dict[str, list[tuple[Schedule, float]]]
 """For each policy, its plans and their values of the objective in closed form, the highest first."""
 
 
@@ -21,7 +24,7 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 """The reason why there is no proof if a simulation at saturation contradicts the closed form."""
 
 
-class Objective(ABC):
+class Objective(ABC, Generic[Schedule]):
     """Finds the plans with the highest value of a figure.
 
     An objective ranks candidates in closed form, verifies the best candidates by simulation, and computes an upper
@@ -35,7 +38,7 @@ class Objective(ABC):
     def __init__(
         self,
         scheduler: Scheduler,
-        finish: Callable[[Plan], Plan] = lambda plan: plan,
+        finish: Callable[[PlanDraft], PlanDraft] = lambda plan: plan,
         progress: Progress | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -43,7 +46,7 @@ class Objective(ABC):
         self.progress = progress
 
     @abstractmethod
-    def rank(self, kinds: Sequence[str]) -> Ranked:
+    def rank(self, kinds: Sequence[str]) -> Ranked[Schedule]:
         """Return each policy's plans with the highest values in closed form.
 
         Raises:
@@ -51,7 +54,7 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def verify(self, ranked: Ranked) -> dict[str, Plan]:
+    def verify(self, ranked: Ranked[Schedule]) -> dict[str, Schedule]:
         """Return each policy's plan with the highest value in simulation.
 
         Raises:
@@ -59,14 +62,14 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
-        """Return the plans with their certificates, the highest value first.
+    def certify(self, plans: dict[str, Schedule]) -> dict[str, Found]:
+        """Return the plans with what is proven about their question, the highest value first.
 
         Raises:
             InfeasibleError: no plan sustains the requested arrival rate.
         """
 
-    def settle(self, kinds: Sequence[str]) -> dict[str, Plan]:
+    def settle(self, kinds: Sequence[str]) -> dict[str, Found]:
         """Return each policy's best plan, verified and certified, the highest value first.
 
         Raises:

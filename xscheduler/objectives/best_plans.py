@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Pinned, Plan, SearchMethod
+from xgpt.core.schema import AdmissionOrder, Pinned, Plan, PlanDraft, SearchMethod
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
+from xscheduler.found import Found
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
@@ -38,7 +40,18 @@ def plan_each(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first.
+    """Return each policy's best plan, the best of all first. See `found_each`."""
+    return {kind: found.plan for kind, found in found_each(problem, policy, search, order, progress).items()}
+
+
+def found_each(
+    problem: Problem,
+    policy: PolicyChoice = "auto",
+    search: SearchMethod = "branch-and-bound",
+    order: AdmissionOrder | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Found]:
+    """Return each policy's best schedule with what is proven about the question, the best of all first.
 
     Args:
         policy: a policy, or the name of a group of policies.
@@ -64,7 +77,7 @@ def plan_each(
     kinds = kinds_of(problem, policy)
     plans = _distinct(objective_of(problem, policy, search, order, progress).settle(kinds))
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
-    return {kind: plan.but(pinned=pinned) for kind, plan in plans.items()}
+    return {kind: replace(found, draft=found.draft.but(pinned=pinned)) for kind, found in plans.items()}
 
 
 def objective_of(
@@ -73,14 +86,14 @@ def objective_of(
     search: SearchMethod = "branch-and-bound",
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
-) -> Objective:
+) -> Objective[Any]:
     """Return the objective of a problem. See `plan_each`."""
     # If any plan sustains the requested rate, the plan with the highest rate does.
     if problem.constraint.arrival_rate_per_s is not None:
         problem = problem.under(problem.constraint.but(objective="arrivals"))
     by_search = scheduler(problem, search)
 
-    def finish(plan: Plan) -> Plan:
+    def finish(plan: PlanDraft) -> PlanDraft:
         plan = _admitting(plan, order or "fcfs", problem)
         return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
 
@@ -120,10 +133,10 @@ def _check_maximised(problem: Problem) -> None:
         raise InputError("price", None, f"`maximise` names cost, but {problem.cluster.name} states no price: give one")
 
 
-def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
+def _distinct(plans: dict[str, Found]) -> dict[str, Found]:
     """Return the plans. If waa-c and waa-m divide the devices in the same way, return only the better one, as `waa`."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
-    if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
+    if len(both) < 2 or plans[both[0]].draft.stages != plans[both[1]].draft.stages:
         return plans
     return {"waa" if kind == both[0] else kind: plan for kind, plan in plans.items() if kind != both[1]}
 
@@ -223,7 +236,7 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
     try:
         if problem.constraint.maximises_arrivals:
             return best_by_rate(problem, kinds, search)
-        return next(iter(Saturated(scheduler(problem, search)).settle(kinds).values()))
+        return next(iter(Saturated(scheduler(problem, search)).settle(kinds).values())).plan
     except InfeasibleError:
         return None
 
@@ -236,10 +249,10 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
         InfeasibleError: no plan keeps the bounds.
     """
     objective = Arrivals(scheduler(problem, search), partial(_with_figures, problem=problem), only_best=True)
-    return next(iter(objective.settle(kinds).values()))
+    return next(iter(objective.settle(kinds).values())).plan
 
 
-def _with_figures(plan: Plan, problem: Problem) -> Plan:
+def _with_figures(plan: PlanDraft, problem: Problem) -> PlanDraft:
     """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes.
 
     The later search for the plan's arrival rate uses the throughput at saturation as an upper limit, and to choose the
@@ -248,7 +261,7 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
 
-def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
+def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> PlanDraft:
     """Return the plan with this order of admission.
 
     Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running

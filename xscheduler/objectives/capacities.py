@@ -4,41 +4,44 @@ cost of mixed steps above which another policy is better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
-from xgpt.core.schema import MixingEdge, Plan, Profile
+from xgpt.core.schema import MixingEdge, PlanDraft, Profile
 from xgpt.resolve import load_engine
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
 from xscheduler.expression import maximised
+from xscheduler.found import Found
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
 
 
-def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with their capacities. Missing capacities are simulated. The first plan is also simulated under
-    slightly tighter and looser bounds.
+def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Found]:
+    """Return the schedules with their capacities. Missing capacities are simulated. The first plan is also simulated
+    under slightly tighter and looser bounds.
     """
-    found = {}
-    for i, (kind, plan) in enumerate(plans.items()):
-        known = plan.estimate.capacity
-        found[kind] = (
-            plan if known is not None else with_capacity(plan, profile, predicted_rate(plan, profile), edges=not i)
-        )
-    return found
+    return {
+        kind: one if one.draft.estimate.capacity else replace(one, draft=rated(one.draft, profile, edges=not i))
+        for i, (kind, one) in enumerate(found.items())
+    }
 
 
-def predicted_rate(plan: Plan, profile: Profile) -> float | None:
+def rated(plan: PlanDraft, profile: Profile, *, edges: bool = True) -> PlanDraft:
+    """Return the draft with its simulated capacity, by a search that begins at the closed form's rate."""
+    return with_capacity(plan, profile, predicted_rate(plan, profile), edges=edges)
+
+
+def predicted_rate(plan: PlanDraft, profile: Profile) -> float | None:
     """Return the highest arrival rate of a plan in closed form, or None if the plan has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return _closed_rate(plan, Problem.of(plan, profile))
 
 
-def closed_objective(plan: Plan, problem: Problem) -> float:
+def closed_objective(plan: PlanDraft, problem: Problem) -> float:
     """Compute in closed form the objective's value that a plan's settings reach in another problem."""
     if plan.constraint.maximises_arrivals:
         return _closed_rate(plan, problem)
@@ -46,12 +49,14 @@ def closed_objective(plan: Plan, problem: Problem) -> float:
     return plan.replicas * space.forecast.estimate(space.models.model, plan.policy)["throughput"]
 
 
-def _closed_rate(plan: Plan, problem: Problem) -> float:
+def _closed_rate(plan: PlanDraft, problem: Problem) -> float:
     in_engine = problem.under(plan.constraint.less(plan.request_path_s))
     return closed_rate(Candidates(in_engine).space(plan.policy.kind, Placement.of(plan)), plan.policy)
 
 
-def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
+def with_capacity(
+    plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
+) -> PlanDraft:
     """Return the plan with its simulated capacity. A plan without bounds is returned unchanged.
 
     Args:
@@ -66,16 +71,15 @@ DEAREST = 0.4
 HALVINGS = 5
 
 
-def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan. Record in it the cost of mixed steps above which another policy's plan is better.
+def mixing_edge(plans: Sequence[PlanDraft], profile: Profile) -> MixingEdge | None:
+    """Return the cost of mixed steps above which another plan is better than the first one.
 
-    Plans are compared by their objective in closed form, with unchanged settings. A plan from a measured profile is
-    returned unchanged, since the profile includes the cost of mixed steps.
+    Plans are compared by their objective in closed form, with unchanged settings. The result is None if no cost is, or
+    if the profile is measured and thus includes the cost of mixed steps.
     """
-    best = next(iter(plans.values()))
-    rivals = [plan for plan in plans.values() if _mixes(plan) != _mixes(best)]
+    best, rivals = plans[0], [plan for plan in plans if _mixes(plan) != _mixes(plans[0])]
     if profile.source == "measured" or not rivals:
-        return best
+        return None
     rival = max(rivals, key=maximised)
     mixed, other = (best, rival) if _mixes(best) else (rival, best)
     now = 0.0 if best.engine is None else best.engine.mixing
@@ -86,20 +90,19 @@ def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
 
     far = DEAREST if mixed is best else 0.0
     if closed <= 0 or is_mixed_better(far) == (mixed is best):
-        return best
+        return None
     near = now
     for _ in range(HALVINGS):
         middle = (near + far) / 2
         near, far = (middle, far) if is_mixed_better(middle) == (mixed is best) else (near, middle)
-    edge = MixingEdge(mixing=round((near + far) / 2, 3), policy=rival.policy.kind)
-    return best.with_estimate(mixing_edge=edge)
+    return MixingEdge(mixing=round((near + far) / 2, 3), policy=rival.policy.kind)
 
 
-def _mixes(plan: Plan) -> bool:
+def _mixes(plan: PlanDraft) -> bool:
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
-def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
+def _closed(plan: PlanDraft, profile: Profile, mixing: float) -> float:
     """Compute in closed form the value of a plan's objective at another cost of mixed steps."""
     engine = (plan.engine or load_engine("xgpt")).but(mixing=mixing)
     return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

@@ -11,7 +11,7 @@ above. Therefore no bound that can be kept is called infeasible, and throughput 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, floor, log
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan, Profile, Workload
+from xgpt.core.schema import Ceiling, PlanDraft, Profile, Workload
+from xscheduler.found import Found
 from xscheduler.objectives.base import simulating
 from xscheduler.schedule import Scheduler
 from xsimulator.request_law import RequestLaw
@@ -57,7 +58,7 @@ throughputs.
 """
 
 
-def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
+def request_law(plan: PlanDraft, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
     """Return the simulated distribution of latency over all requests at saturation.
 
     If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
@@ -88,7 +89,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     return max(law, other, key=lambda law: law.quantile(quantile))
 
 
-def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
+def request_latency(plan: PlanDraft, profile: Profile, workload: Workload | None = None) -> float:
     """Return the simulated latency, in s, that the constraint's quantile of all requests does not exceed.
 
     Args:
@@ -120,13 +121,13 @@ class Ladder:
         self._simulated: dict[tuple[object, object], _Simulated] = {}
         self.plan = cache(self._plan)
 
-    def top(self, bound_s: float) -> Plan | None:
+    def top(self, bound_s: float) -> Found | None:
         """Return the plan of the highest rung that is searched under a bound, or None if no rung has a plan. No rung
         below this one has a higher throughput.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
-    def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
+    def highest(self, bound_s: float, rival_rps: float = 0.0) -> Found | None:
         """Return the plan of the highest rung that keeps the bound in simulation, or None if no rung keeps it.
 
         If no rung's throughput exceeds the rival's, the plan that keeps the bound in closed form is returned without a
@@ -134,7 +135,7 @@ class Ladder:
         """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
-        while (top := self.plan(above)) is not None and top.estimate.throughput_rps > rival_rps * (1 + ROUNDING):
+        while (top := self.plan(above)) is not None and top.draft.estimate.throughput_rps > rival_rps * (1 + ROUNDING):
             low = above - BLOCK
             if self.keeps(low, bound_s):
                 break
@@ -153,13 +154,13 @@ class Ladder:
     def keeps(self, rung: int, bound_s: float) -> bool:
         """Return whether the rung's plan keeps a bound in simulation, or True if the rung has no plan."""
         plan = self.plan(rung)
-        return plan is None or self.simulated(plan).guarded_s <= bound_s
+        return plan is None or self.simulated(plan.draft).guarded_s <= bound_s
 
     def nearest_s(self) -> float | None:
         """Return the lowest bound, in s, that a plan of the ladder keeps, or None if no rung has a plan."""
         rung = self.lowest()
         plan = None if rung is None else self.plan(rung)
-        return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
+        return None if plan is None or rung is None else max(self.simulated(plan.draft).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
         """Return the lowest rung that has a plan, or None if no rung has a plan."""
@@ -172,7 +173,7 @@ class Ladder:
             return next((k for k in range(rung, rung + BLOCK) if self.plan(k) is not None), None)
         return LOWEST
 
-    def simulated(self, plan: Plan) -> _Simulated:
+    def simulated(self, plan: PlanDraft) -> _Simulated:
         """Return the simulated latencies of a rung's plan. They are cached, since neighbouring rungs often share a
         plan.
         """
@@ -185,25 +186,25 @@ class Ladder:
             self._simulated[key] = _Simulated(law, guarded_s)
         return self._simulated[key]
 
-    def _plan(self, rung: int) -> Plan | None:
+    def _plan(self, rung: int) -> Found | None:
         return self._in_closed_form(RUNG**rung)
 
-    def _in_closed_form(self, bound_s: float) -> Plan | None:
+    def _in_closed_form(self, bound_s: float) -> Found | None:
         try:
             return self._best_under(bound_s)
         except InfeasibleError:
             return None
 
-    def _best_under(self, bound_s: float) -> Plan:
+    def _best_under(self, bound_s: float) -> Found:
         constraint = self._of.problem.constraint.but(latency_bound_s=bound_s)
-        return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
+        return self._of.under(constraint).found((self._kind,))[self._kind]
 
-    def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
+    def _settled(self, plan: Found, rung: int, bound_s: float, seconds: float) -> Found:
         """Return the plan of a rung with its simulated latency, under the given bound."""
-        seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
-        certificate = seen.search.but(simulations=len(self._simulated), seconds=round(seconds, 4))
-        constraint = plan.constraint.but(latency_bound_s=bound_s)
-        return seen.but(constraint=constraint, search=certificate)
+        seen = with_law(plan, self.simulated(plan.draft).law, closed_s=RUNG**rung)
+        effort = seen.draft.search.but(simulations=len(self._simulated), seconds=round(seconds, 4))
+        constraint = plan.draft.constraint.but(latency_bound_s=bound_s)
+        return replace(seen, draft=seen.draft.but(constraint=constraint, search=effort))
 
 
 def _top(bound_s: float) -> int:
@@ -211,20 +212,23 @@ def _top(bound_s: float) -> int:
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
 
 
-def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """Return the plan with its simulated latency. Only the gap of the closed form's certificate is kept, as a remark.
+def with_law(found: Found, law: RequestLaw, closed_s: float | None = None) -> Found:
+    """Return the schedule with its simulated latency. Of the closed form's ceiling, only a remark is left.
 
     Args:
         closed_s: the bound, in s, under which the plan is the best in closed form. None means that the remark names no
             bound.
     """
-    quantile, search = plan.constraint.quantile, plan.search
+    gap = found.plan.search.gap
     proven = ""
-    if search.gap is not None:
+    if gap is not None:
         under = "" if closed_s is None else f" under a bound of {closed_s:.3g} s"
-        proven = f"; in closed form the plan is at most {100 * search.gap:.1f}% below the best{under}"
-    certificate = search.but(
-        gap=None, bound=f"none: the latencies of all requests are simulated{proven}", simulations=1
-    )
-    found = plan.but(search=certificate)
-    return found.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))
+        proven = f"; in closed form the plan is at most {100 * gap:.1f}% below the best{under}"
+    ceiling = Ceiling(None, f"none: the latencies of all requests are simulated{proven}")
+    return Found(seen_by(law, found.draft).but(search=found.draft.search.but(simulations=1)), ceiling)
+
+
+def seen_by(law: RequestLaw, plan: PlanDraft) -> PlanDraft:
+    """Return the draft with its simulated latency."""
+    quantile = plan.constraint.quantile
+    return plan.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))

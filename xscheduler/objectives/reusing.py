@@ -18,9 +18,10 @@ from itertools import pairwise
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.reuse_distances import ReuseCurve
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Ceiling, PlanDraft
 from xgpt.core.workload import TraceLengths
 from xscheduler.expression import maximised
+from xscheduler.found import Found
 from xscheduler.problem import Problem
 from xsimulator.lengths import reused_at
 
@@ -35,13 +36,13 @@ MOST_DIVISIONS = 2
 """Largest number of divisions of memory for which arrivals are simulated."""
 
 
-PlanEach = Callable[[Problem], dict[str, Plan]]
-"""A function that returns each policy's best plan for a problem, the best of all first."""
+FindEach = Callable[[Problem], dict[str, Found]]
+"""A function that returns each policy's best schedule for a problem, the best of all first."""
 
 
 def with_reuse(
-    plan_each: PlanEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Plan]
-) -> dict[str, Plan]:
+    find_each: FindEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Found]
+) -> dict[str, Found]:
     """Return each policy's best plan, the best of all first: the given plan, or a better one that relies on reuse.
 
     A plan with reuse has one replica, or as many replicas as the best plan without reuse.
@@ -52,25 +53,25 @@ def with_reuse(
     """
     if trace is None:
         return plans
-    best = next(iter(plans.values()))
+    best = next(iter(plans.values())).draft
     counts = problem.constraint.sla == "length" and problem.constraint.maximise is None and best.shares_prompts
     if trace.prefixes is None or not counts:
         return plans
     divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        chosen = promising([division.problem() for division in divisions], partial(_rps, plan_each))
-        planned = [_planned(plan_each, division) for division in chosen]
+        chosen = promising([division.problem() for division in divisions], partial(_rps, find_each))
+        planned = [_planned(find_each, division) for division in chosen]
     else:
-        reached = [_planned(plan_each, division.bound()) for division in divisions]
-        bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
+        reached = [_planned(find_each, division.bound()) for division in divisions]
+        bounds = [found.ceiling.most for each in (plans, *reached) for found in each.values()]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        planned = [_consistent(plan_each, division, best) for division in divisions]
+        planned = [_consistent(find_each, division, best) for division in divisions]
     found = dict(plans)
     for kind, plan in (item for division in planned for item in division.items()):
-        if kind not in found or maximised(plan) > maximised(found[kind]):
+        if kind not in found or maximised(plan.draft) > maximised(found[kind].draft):
             found[kind] = plan
-    ordered = sorted(found.items(), key=lambda item: -maximised(item[1]))
+    ordered = sorted(found.items(), key=lambda item: -maximised(item[1].draft))
     return {kind: _counting(plan, best, highest) for kind, plan in ordered}
 
 
@@ -100,7 +101,7 @@ class _Division:
         return replace(self.base, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
 
 
-def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Division]:
+def _divisions(problem: Problem, trace: TraceLengths, best: PlanDraft) -> list[_Division]:
     """Return the divisions for one replica, and for the number of replicas of the best plan without reuse."""
     divisions = []
     for replicas in sorted({1, best.replicas}):
@@ -112,18 +113,18 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
     return divisions
 
 
-def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
+def _consistent(find_each: FindEach, division: _Division, best: PlanDraft) -> dict[str, Found]:
     """Return each policy's best plan. The plan assumes only as much reuse as its own number of running requests
     permits.
 
     This number matters at saturation: a conversation's next prompt may enter before the previous output has ended.
     """
     if not division.has_answers:
-        return _planned(plan_each, division.problem())
-    planned = _planned(plan_each, division.problem(best.estimate.decode_batch))
+        return _planned(find_each, division.problem())
+    planned = _planned(find_each, division.problem(best.estimate.decode_batch))
     for _ in range(ROUNDS):
-        inside = max((plan.estimate.decode_batch for plan in planned.values()), default=0.0)
-        planned = _planned(plan_each, division.problem(inside))
+        inside = max((plan.draft.estimate.decode_batch for plan in planned.values()), default=0.0)
+        planned = _planned(find_each, division.problem(inside))
     return planned
 
 
@@ -138,38 +139,30 @@ def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) ->
     return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
 
-def _rps(plan_each: PlanEach, problem: Problem) -> float:
-    return max((plan.estimate.throughput_rps for plan in _planned(plan_each, problem).values()), default=0.0)
+def _rps(find_each: FindEach, problem: Problem) -> float:
+    return max((plan.draft.estimate.throughput_rps for plan in _planned(find_each, problem).values()), default=0.0)
 
 
-def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
+def _sizes(curve: ReuseCurve, plan: PlanDraft) -> list[float]:
     """Return the cache sizes to try, in tokens, from 0 to all of a plan's K/V memory."""
     memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
     steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
     return sorted(size for size in steps if size <= memory)
 
 
-def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
-    """Return each policy's best plan, or no plans if no plan keeps the constraint."""
+def _planned(find_each: FindEach, problem: Problem) -> dict[str, Found]:
+    """Return each policy's best schedule, or none if no plan keeps the constraint."""
     try:
-        return plan_each(problem)
+        return find_each(problem)
     except InfeasibleError:
         return {}
 
 
-def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound on the objective for the plan's policy, or None if nothing is proven."""
-    gap = plan.search.gap
-    return None if gap is None else maximised(plan) * (1 + gap)
-
-
-def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
-    """Return the plan with its gap over all divisions of memory, and with the objective's value of `alone`, the plan
-    without reuse.
+def _counting(found: Found, alone: PlanDraft, highest: float | None) -> Found:
+    """Return the schedule with the ceiling of all divisions of memory, and with the objective's value of `alone`, the
+    plan without reuse.
     """
-    if plan.estimate.reuse is None:
-        return plan
-    reuse = plan.estimate.reuse.but(alone=maximised(alone))
-    gap = None if highest is None else max(0.0, highest / maximised(plan) - 1)
-    search = plan.search.but(gap=gap, bound=BOUND)
-    return plan.but(search=search).with_estimate(reuse=reuse)
+    reuse = found.draft.estimate.reuse
+    if reuse is None:
+        return found
+    return replace(found.estimating(reuse=reuse.but(alone=maximised(alone))), ceiling=Ceiling(highest, BOUND))

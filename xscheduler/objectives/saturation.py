@@ -11,6 +11,7 @@ plans and removes none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import ceil, floor, inf, log
 from typing import NamedTuple
@@ -19,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.schema import Ceiling, Constraint, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import Ints, quantile, sample
 from xscheduler.expression import objective_value
+from xscheduler.found import Found
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
-from xscheduler.objectives.ladder import Ladder, request_law, with_law
+from xscheduler.objectives.ladder import Ladder, request_law, seen_by, with_law
 from xscheduler.why_not import round_up
 from xsimulator.capacity import endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
@@ -67,7 +69,7 @@ class SaturatedFigures(NamedTuple):
     ttft_s: float
     tpot_s: float | None
 
-    def other_than(self, plan: Plan) -> dict[str, float]:
+    def other_than(self, plan: PlanDraft) -> dict[str, float]:
         """Return the figures that disagree with the plan's. Latency is left out under sla "request", since the plan's
         latency is already simulated.
         """
@@ -80,7 +82,7 @@ class SaturatedFigures(NamedTuple):
             if seen is not None and not _agree(seen, getattr(plan.estimate, name))
         }
 
-    def excess(self, plan: Plan, constraint: Constraint) -> float:
+    def excess(self, plan: PlanDraft, constraint: Constraint) -> float:
         """Return the largest ratio of a simulated time, headroom included, to its bound. Only times that disagree with
         the plan's count.
         """
@@ -88,7 +90,7 @@ class SaturatedFigures(NamedTuple):
         over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
         return (1 + constraint.headroom) * max(over, default=0.0)
 
-    def refutes(self, plan: Plan) -> bool:
+    def refutes(self, plan: PlanDraft) -> bool:
         """Return whether another plan may be better, because this plan breaks a bound or its throughput differs from
         its prediction.
         """
@@ -99,7 +101,7 @@ def _agree(seen: float, predicted: float) -> bool:
     return predicted <= (1 + AGREES) * seen and seen <= (1 + AGREES) * predicted
 
 
-def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
+def saturated_figures(plan: PlanDraft, profile: Profile) -> SaturatedFigures:
     """Simulate a plan at saturation, with all requests present at the start and admitted in order of arrival.
 
     Raises:
@@ -139,36 +141,40 @@ def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
     return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 
 
-def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
+def with_simulated_figures(plan: PlanDraft, profile: Profile) -> PlanDraft:
     """Return the plan. Its figures that disagree with the simulation are replaced by simulated ones."""
-    return _with(plan, saturated_figures(plan, profile))
+    return _simulated(plan, saturated_figures(plan, profile))
 
 
-class Saturated(Objective):
+class Saturated(Objective[Found]):
     """The objective `saturated`: the highest throughput at saturation, with latency counted from admission."""
 
-    def rank(self, kinds: Sequence[str]) -> Ranked:
+    def rank(self, kinds: Sequence[str]) -> Ranked[Found]:
         constraint, self._ladders = self.scheduler.problem.constraint, {}
         if constraint.sla == "length" or constraint.latency_bound_s is None:
-            return {kind: [_valued(plan)] for kind, plan in self.scheduler.best_of_each(kinds).items()}
+            return {kind: [_valued(plan)] for kind, plan in self.scheduler.found(kinds).items()}
         self._ladders = {kind: Ladder(self.scheduler, kind, self.progress) for kind in kinds}
         tops = {kind: ladder.top(constraint.latency_bound_s) for kind, ladder in self._ladders.items()}
         return {kind: [] if plan is None else [_valued(plan)] for kind, plan in tops.items()}
 
-    def verify(self, ranked: Ranked) -> dict[str, Plan]:
+    def verify(self, ranked: Ranked[Found]) -> dict[str, Found]:
         constraint, profile = self.scheduler.problem.constraint, self.scheduler.problem.profile
         if constraint.sla == "request" and constraint.latency_bound_s is not None:
             plans = self._kept_by_all(ranked, constraint.latency_bound_s)
         else:
             plans = {kind: plan for kind, ((plan, _),) in ranked.items()}
             if constraint.sla == "request":
-                plans = {kind: with_law(plan, request_law(plan, profile)) for kind, plan in plans.items()}
+                plans = {kind: with_law(plan, request_law(plan.draft, profile)) for kind, plan in plans.items()}
         return plans if self.scheduler.problem.reused is not None else self._confirmed(plans)
 
-    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+    def certify(self, plans: dict[str, Found]) -> dict[str, Found]:
         rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # set only without bounds
-        ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1]))
-        stable = {kind: self.finish(plan) for kind, plan in ordered if plan.estimate.throughput_rps > rate}
+        ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1].draft))
+        stable = {
+            kind: replace(found, draft=self.finish(found.draft))
+            for kind, found in ordered
+            if found.draft.estimate.throughput_rps > rate
+        }
         if not stable:
             raise InfeasibleError(
                 f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
@@ -176,35 +182,36 @@ class Saturated(Objective):
             )
         return stable
 
-    def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
+    def _kept_by_all(self, ranked: Ranked[Found], bound_s: float) -> dict[str, Found]:
         """Return, for each policy, the plan with the highest throughput among those that let enough requests keep the
         bound in simulation.
 
         A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
         throughput. Its plan then keeps the bound only in closed form.
         """
-        plans: dict[str, Plan] = {}
+        plans: dict[str, Found] = {}
         best_rps = 0.0
         for kind in sorted(ranked, key=lambda kind: -ranked[kind][0][1] if ranked[kind] else 0.0):
             plan = self._ladders[kind].highest(bound_s, best_rps)
             if plan is not None:
-                plans[kind] = plan
-                best_rps = max(best_rps, plan.estimate.throughput_rps if plan.search.simulations else 0.0)
+                plans[kind], draft = plan, plan.draft
+                best_rps = max(best_rps, draft.estimate.throughput_rps if draft.search.simulations else 0.0)
         if not best_rps:
             raise self._never_kept_by_all(bound_s)
         return plans
 
-    def _confirmed(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+    def _confirmed(self, plans: dict[str, Found]) -> dict[str, Found]:
         """Check each policy's plan by simulation. If the simulation refutes it, use the policy's best plan in
         simulation instead, or omit the policy if it has none. A plan that `_kept_by_all` did not simulate is kept.
         """
-        found: dict[str, Plan] = {}
+        found: dict[str, Found] = {}
         nearest_s = inf
-        for kind, plan in plans.items():
+        for kind, closed in plans.items():
+            plan = closed.draft
             seen = saturated_figures(plan, self.scheduler.problem.profile)
             cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
             if cannot_win or not seen.refutes(plan):
-                found[kind] = _with(plan, seen)
+                found[kind] = _seen(closed, seen)
             else:
                 if self.progress is not None:
                     self.progress(0, 1, simulating(kind))
@@ -216,11 +223,12 @@ class Saturated(Objective):
             raise self._never_kept(nearest_s)
         return found
 
-    def _best_in_simulation(self, kind: str, plan: Plan, seen: SaturatedFigures) -> tuple[Plan | None, float]:
+    def _best_in_simulation(self, kind: str, plan: PlanDraft, seen: SaturatedFigures) -> tuple[Found | None, float]:
         """Return two values: the policy's best plan in simulation (None if no plan keeps the bounds), and the smallest
         ratio of time to bound among its simulated plans.
         """
-        best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
+        least, simulated, profile = inf, dict[object, SaturatedFigures](), self.scheduler.problem.profile
+        best: PlanDraft | None = None
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
         # As bounds tighten, throughput falls, but a user's own objective need not fall.
         has_own = plan.constraint.maximise is not None
@@ -240,25 +248,25 @@ class Saturated(Objective):
                 law = request_law(other, profile)
                 guarded_s = (1 + plan.constraint.headroom) * law.quantile(plan.constraint.planned_quantile)
                 excess = max(excess, guarded_s / (plan.constraint.latency_bound_s or inf))
-                other = with_law(other, law, closed_s=other.constraint.latency_bound_s)
+                other = seen_by(law, other)
             least = min(least, excess)
             if excess <= 1:
-                shown = _with(other, found)
+                shown = _simulated(other, found)
                 if best is None or objective_value(shown) > objective_value(best):
                     best = shown
         if best is None:
             return None, least
-        search = best.search.but(simulations=len(simulated), gap=None, bound=PASSED_OVER)
-        return best.but(constraint=plan.constraint, search=search), least
+        effort = best.search.but(simulations=len(simulated))
+        return Found(best.but(constraint=plan.constraint, search=effort), Ceiling(None, PASSED_OVER)), least
 
-    def _rungs(self, kind: str, plan: Plan) -> Iterator[Plan]:
+    def _rungs(self, kind: str, plan: PlanDraft) -> Iterator[PlanDraft]:
         """Yield the policy's best plan in closed form under each of a sequence of ever tighter latency bounds."""
         constraint = self.scheduler.problem.constraint
         rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
         while True:
             under = constraint.but(latency_bound_s=RUNG**rung)
             try:
-                yield self.scheduler.under(under).best_of_each((kind,))[kind]
+                yield self.scheduler.under(under).found((kind,))[kind].draft
             except InfeasibleError:
                 return
             rung -= 1
@@ -284,7 +292,7 @@ class Saturated(Objective):
         """
         nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]
         if not nearest:
-            self.scheduler.best_of_each(tuple(self._ladders))  # raises an error that states why
+            self.scheduler.found(tuple(self._ladders))  # raises an error that states why
         nearest_s = min(nearest)
         return InfeasibleError(
             f"latency_bound_s: in simulation, no schedule keeps {bound_s:g} s for the required share of all requests; "
@@ -294,14 +302,18 @@ class Saturated(Objective):
         )
 
 
-def _valued(plan: Plan) -> tuple[Plan, float]:
-    return plan, objective_value(plan)
+def _valued(found: Found) -> tuple[Found, float]:
+    return found, objective_value(found.draft)
 
 
-def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
-    """Return the plan with the simulated figures that disagree with its own. If throughput disagrees, the closed form's
-    proof is dropped.
-    """
+def _seen(found: Found, seen: SaturatedFigures) -> Found:
+    """Return the schedule with its simulated figures. If throughput disagrees, the closed form's ceiling is dropped."""
+    draft = _simulated(found.draft, seen)
+    return Found(draft, Ceiling(None, TOGETHER) if "throughput_rps" in draft.estimate.simulated else found.ceiling)
+
+
+def _simulated(plan: PlanDraft, seen: SaturatedFigures) -> PlanDraft:
+    """Return the draft with the simulated figures that disagree with its own."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
     if rps is not None:
@@ -309,7 +321,6 @@ def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
         figures["output_tokens_per_s"] = e.output_tokens_per_s * rps / e.throughput_rps
         if e.cost_per_million_tokens is not None:
             figures["cost_per_million_tokens"] = e.cost_per_million_tokens * e.throughput_rps / rps
-    estimate = e.but(**figures, simulated=tuple(figures))
-    if rps is not None and not plan.constraint.maximises_arrivals:
-        search = search.but(gap=None, bound=TOGETHER, simulations=max(1, search.simulations))
-    return plan.but(estimate=estimate, search=search)
+        if not plan.constraint.maximises_arrivals:
+            search = search.but(simulations=max(1, search.simulations))
+    return plan.but(estimate=e.but(**figures, simulated=tuple(figures)), search=search)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xscheduler.objectives.reusing import PlanEach
+from xscheduler.objectives.reusing import FindEach
 from xscheduler.problem import Problem
 
 
@@ -39,21 +39,21 @@ class Fewest(NamedTuple):
     why_not_fewer: str
 
 
-def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
+def fewest_devices(problem: Problem, find_each: FindEach) -> Fewest:
     """Return the smallest number of the cluster's devices on which a plan keeps the constraint at the arrival rate.
 
     Args:
-        plan_each: returns each policy's best plan, with the policy, search and order that the final plan will have.
+        find_each: returns each policy's best plan, with the policy, search and order that the final plan will have.
 
     Raises:
         InfeasibleError: all devices together do not sustain the rate.
     """
     low, high, why = 1, problem.cluster.num_devices, ""
-    plan_each(replace(problem, max_devices=high))
+    find_each(replace(problem, max_devices=high))
     while low < high:
         middle = (low + high) // 2
         try:
-            plan_each(replace(problem, max_devices=middle))
+            find_each(replace(problem, max_devices=middle))
             high = middle
         except InfeasibleError as error:
             low, why = (
@@ -63,13 +63,13 @@ def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
     return Fewest(high, why)
 
 
-def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterChoice]:
+def cheapest(problems: Sequence[Problem], find_each: FindEach) -> list[ClusterChoice]:
     """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
 
     Clusters that do not sustain the rate come last.
 
     Args:
-        plan_each: see `fewest_devices`.
+        find_each: see `fewest_devices`.
 
     Raises:
         InputError: the cluster of a problem states no price.
@@ -84,7 +84,7 @@ def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterCh
                 "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
             )
         try:
-            num_devices, why_not_fewer = fewest_devices(problem, plan_each)
+            num_devices, why_not_fewer = fewest_devices(problem, find_each)
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue

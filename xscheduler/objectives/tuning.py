@@ -20,8 +20,9 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
+from xgpt.core.schema import AdmissionOrder, Ceiling, PlanDraft, Profile, SlackBudget
 from xgpt.core.schema.plan import rate_of
+from xscheduler.found import Found
 from xscheduler.objectives.arrivals import DRAWS, Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.schedule import Scheduler
@@ -32,6 +33,7 @@ from xsimulator.forecast import TUNED
 if TYPE_CHECKING:
     import optuna
 
+TUNED_ONLY = "none: budgets that depend on slack are compared by simulation only"
 NUM_TRIALS = 44
 ROUND = 4
 """Number of settings in a round. It does not depend on the number of processes, so plans do not depend on it either."""
@@ -57,7 +59,7 @@ class TunedArrivals(Arrivals):
     def __init__(
         self,
         scheduler: Scheduler,
-        finish: Callable[[Plan], Plan],
+        finish: Callable[[PlanDraft], PlanDraft],
         progress: Progress | None,
         kind: str,
         order: AdmissionOrder | None,
@@ -65,14 +67,15 @@ class TunedArrivals(Arrivals):
         super().__init__(scheduler, finish, progress)
         self._kind, self._order = kind, order
 
-    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+    def certify(self, plans: dict[str, PlanDraft]) -> dict[str, Found]:
         (found,) = super().certify(plans).values()
-        fixed = [found, *self._under_tighter()]
+        fixed = [found.draft, *self._under_tighter()]
         base, *others = sorted(fixed, key=rate_of, reverse=True)
         others += [self.finish(plan) for plan in self._on_one_stage(fixed)]
-        return {self._kind: tune(base, self.scheduler.problem.profile, others=others, order=self._order)}
+        draft = tune(base, self.scheduler.problem.profile, others=others, order=self._order)
+        return {self._kind: Found(draft, Ceiling(None, TUNED_ONLY))}
 
-    def _under_tighter(self) -> Iterator[Plan]:
+    def _under_tighter(self) -> Iterator[PlanDraft]:
         """Yield the best plans under tighter bounds on the time per token, with their capacities under the original
         bound.
         """
@@ -84,12 +87,12 @@ class TunedArrivals(Arrivals):
                 found = Arrivals(self.scheduler.under(tighter), self.finish).settle((TUNED[self._kind],))
             except InfeasibleError:
                 continue
-            for plan in found.values():
+            for plan in (one.draft for one in found.values()):
                 bounds = plan.constraint.but(tpot_s=constraint.tpot_s)  # keeps the plan's headroom
                 plan = plan.but(constraint=bounds)
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
-    def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
+    def _on_one_stage(self, fixed: list[PlanDraft]) -> list[PlanDraft]:
         """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
         single-stage plan.
 
@@ -112,7 +115,9 @@ class Score(NamedTuple):
     rate: float
 
 
-def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None) -> Plan:
+def tune(
+    plan: PlanDraft, profile: Profile, *, others: Sequence[PlanDraft] = (), order: AdmissionOrder | None = None
+) -> PlanDraft:
     """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
@@ -151,7 +156,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
     return _settled(first if best_settings is None else best_settings, profile, best)
 
 
-def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
+def _settled(plan: PlanDraft, profile: Profile, rate: float) -> PlanDraft:
     """Return the plan with its simulated throughput at saturation, its capacity, and the capacity's error."""
     saturated = max(Trial(plan, profile).saturated(), rate)
     estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
@@ -176,7 +181,7 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
     )
 
 
-def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
+def _slack_settings(plan: PlanDraft) -> Iterator[dict[str, Any]]:
     """Yield the first settings to try: the fixed budget with orders fcfs and in-time, then budgets that depend on
     slack.
     """
@@ -198,11 +203,11 @@ def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {**slack, "least": max(budget // 2, 16), "beyond": 4.0, **_in_time(plan)}
 
 
-def _in_time(plan: Plan) -> dict[str, str]:
+def _in_time(plan: PlanDraft) -> dict[str, str]:
     return {"order": "fcfs" if plan.constraint.ttft_s is None else "in-time"}
 
 
-def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> Plan:
+def _with_slack(plan: PlanDraft, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> PlanDraft:
     by_slack = trial.suggest_categorical("by_slack", [False, True])
     least = trial.suggest_int("least", 16, LARGEST_STEP, log=True)
     most = round(least * trial.suggest_float("beyond", 1.0, LARGEST_STEP / 16, log=True))
@@ -223,7 +228,7 @@ _profile: Profile | None = None
 
 
 @contextmanager
-def _workers(plan: Plan, profile: Profile) -> Iterator[Callable[[list[Plan], float], list[Score]]]:
+def _workers(plan: PlanDraft, profile: Profile) -> Iterator[Callable[[list[PlanDraft], float], list[Score]]]:
     """Yield a function that scores plans in one process for each core, but at most `NUM_PROCESSES`."""
     count = min(NUM_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if count < 2:
@@ -242,7 +247,7 @@ def _begin(profile: Profile) -> None:
     _profile = profile
 
 
-def _score(plan: Plan, best: float) -> Score:
+def _score(plan: PlanDraft, best: float) -> Score:
     """Return the plan's score, given the best rate so far."""
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))

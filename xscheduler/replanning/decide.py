@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Observation, Outcome, Plan, Profile
+from xgpt.core.schema import Constraint, Observation, Outcome, Plan, PlanDraft, Profile
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.observation.windows import RATE_REQUESTS
+from xscheduler.found import Found
 from xscheduler.objectives.best_plans import variables_of
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
 from xscheduler.placement import Placement
@@ -53,11 +54,11 @@ class Verdict:
     Attributes:
         breaks_bound: whether the running plan breaks its bounds even after an allowance for chance in the observed
             lengths.
-        plan: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
+        found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the share by which the best plan's objective exceeds the running plan's.
         pause_s: seconds for which the change would delay requests.
-        switch: whether to change to `plan`.
+        switch: whether to change to `found`.
         reason: the reason for changing, or for not changing.
         planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
         num_unbuilt: number of candidates that were skipped, because they could not be built.
@@ -67,7 +68,7 @@ class Verdict:
     breaks_bound: bool
     reason: str
     best: Outcome | None = None
-    plan: Plan | None = None
+    found: Found | None = None
     is_swap: bool = False
     gain: float = 0.0
     pause_s: float = 0.0
@@ -148,14 +149,14 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
     ratio, others, reason = request_latency(plan, profile, lengths) / closed_s, 1.0, ""
     for _ in range(MOST_ROUNDS):
         verdict = decide(SaturatedJudge(situation, terms, ratio, others))
-        if verdict.plan is None or verdict.best is None:
+        if verdict.found is None or verdict.best is None:
             return replace(verdict, reason=reason or verdict.reason)
         if not verdict.switch:
             return verdict
-        law = request_law(verdict.plan, profile)
+        law = request_law(verdict.found.draft, profile)
         seen_s = law.quantile(constraint.planned_quantile)
         best = verdict.best.but(latency_s=law.quantile(constraint.quantile))
-        verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
+        verdict = replace(verdict, found=with_law(verdict.found, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
         reason = f"the best other plan takes {seen_s:.3g} s in simulation, but the bound is {bound_s:g} s"
@@ -246,9 +247,9 @@ def _decide_feasible(judge: Judge) -> Verdict:
         InfeasibleError: no plan keeps the bounds.
     """
     anywhere, swap = _candidates(judge)
-    pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile, judge.plan)
-    in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap))
-    repays = _repays(judge.rate(anywhere), in_place_rps, pause_s, judge.terms)
+    pause_s = judge.running.latency_s + loading_s(anywhere.draft, judge.situation.profile, judge.plan)
+    in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap.draft))
+    repays = _repays(judge.rate(anywhere.draft), in_place_rps, pause_s, judge.terms)
     if repays or swap is None:
         verdict = _compare(judge, anywhere, pause_s=pause_s, is_swap=False)
         reason = f"the gain does not make up for the pause of {pause_s:.1f} s within {judge.terms.horizon_s:g} s"
@@ -256,12 +257,12 @@ def _decide_feasible(judge: Judge) -> Verdict:
     verdict = _compare(judge, swap, pause_s=0.0, is_swap=True)
     if judge.plan.policy.kind in SWAPPABLE:
         verdict = _with_caution(judge, verdict)
-    if verdict.plan is not None and _is_same(judge.plan, verdict.plan):
+    if verdict.found is not None and _is_same(judge.plan, verdict.found.draft):
         return replace(verdict, switch=False, gain=0.0, reason="the best plan is the running one")
     return verdict
 
 
-def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
+def _candidates(judge: Judge) -> tuple[Found, Found | None]:
     """Return two plans: the best on any placement of the server's devices, and the best that can take over between two
     steps on the running plan's stages. The second is None if no such plan keeps the bounds.
 
@@ -272,7 +273,7 @@ def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
     kinds = within_pins(plan, SWAPPABLE) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     is_alone = plan.num_devices == 1
     anywhere = judge.best(within_pins(plan, ON_ONE_DEVICE if is_alone else tuple(FORECASTS)), in_place=False)
-    if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
+    if is_alone and anywhere.draft.policy.kind in kinds:  # one device has no other placement
         return anywhere, replaced(plan, anywhere, in_place=True)
     try:
         return anywhere, judge.best(kinds, in_place=True)
@@ -280,7 +281,7 @@ def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
         return anywhere, None
 
 
-def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
+def within_pins(plan: PlanDraft, kinds: Collection[str]) -> tuple[str, ...]:
     """Return the policies in `kinds` that the user's requirements allow and that can run the model."""
     asked = plan.pinned.policy
     if asked != "auto":
@@ -291,7 +292,7 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
     return tuple(left) or (plan.policy.kind,)
 
 
-def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
+def loading_s(plan: PlanDraft, profile: Profile, running: PlanDraft) -> float:
     """Return the seconds for loading weights when the placement changes. The result is 0 if both plans have the same
     number of replicas with one device each, since the devices then keep their weights.
     """
@@ -299,7 +300,7 @@ def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
     return 0.0 if keeps else weights_loading_s(plan, profile)
 
 
-def weights_loading_s(plan: Plan, profile: Profile) -> float:
+def weights_loading_s(plan: PlanDraft, profile: Profile) -> float:
     """Return the seconds that the devices need to load a plan's weights from a checkpoint in host memory.
 
     Source: ExeGPT sec. 7.7, Table 4.
@@ -321,9 +322,9 @@ def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> b
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
-def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verdict:
+def _compare(judge: Judge, best: Found, *, pause_s: float, is_swap: bool) -> Verdict:
     """Return the verdict on a plan, with its gain and whether the gain is large enough."""
-    running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
+    running, outcome, gain = judge.running, judge.outcome(best.draft), _gain(judge, best.draft)
     switch = not judge.kept_rps or gain >= judge.terms.least_gain
     if outcome.arrival_rate_per_s is not None:
         rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
@@ -343,12 +344,13 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     """Return the verdict. If a plan that also keeps the bound for longer requests costs little, the verdict has this
     plan.
     """
-    plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
-    assert plan is not None and running is not None
-    best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))
+    assert verdict.found is not None
+    found = verdict.found.draft
+    plan, rate = (found, judge.rate(found)) if verdict.switch else (judge.plan, judge.rate(judge.running))
+    best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, rate)
     if best is None:
         return verdict
-    cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))
+    cautious = replace(verdict, found=best, best=judge.outcome(best.draft), gain=_gain(judge, best.draft))
     if verdict.switch:
         return cautious
     reason = (
@@ -360,13 +362,14 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
     """Return the verdict `near`, reached under a looser bound, with the original constraint that no plan keeps."""
-    assert near.best is not None and near.plan is not None
-    wider_s = near.plan.constraint.latency_bound_s
+    assert near.best is not None and near.found is not None
+    draft = near.found.draft
+    wider_s = draft.constraint.latency_bound_s
     return replace(
         near,
         running=near.running.but(keeps_bound=False),
         best=near.best.but(keeps_bound=False),
-        plan=near.plan.but(constraint=constraint),
+        found=replace(near.found, draft=draft.but(constraint=constraint)),
         planned_under_s=wider_s,
         breaks_bound=True,
         reason=f"no plan keeps the bound of {_bound(constraint)}; under {wider_s:.3g} s, {near.reason}",
@@ -377,12 +380,12 @@ def _bound(constraint: Constraint) -> str:
     return f"{constraint.latency_bound_s:g} s"
 
 
-def _gain(judge: Judge, plan: Plan) -> float:
+def _gain(judge: Judge, plan: PlanDraft) -> float:
     now_rps = judge.rate(judge.running)
     return judge.rate(plan) / now_rps - 1 if now_rps else 1.0
 
 
-def _is_same(plan: Plan, other: Plan) -> bool:
+def _is_same(plan: PlanDraft, other: PlanDraft) -> bool:
     """Return whether two plans have the same settings and about the same number of prompt tokens per phase."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

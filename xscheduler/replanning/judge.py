@@ -11,8 +11,9 @@ from functools import cached_property
 from pydantic import ValidationError
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import Admission, Outcome, Plan, Profile
+from xgpt.core.schema import Admission, Outcome, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
+from xscheduler.found import Found
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.reusing import promising
@@ -53,7 +54,7 @@ class Judge(ABC):
     terms: Terms
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanDraft:
         """The running plan."""
         return self.situation.plan
 
@@ -73,15 +74,15 @@ class Judge(ABC):
         """Requests/s that the running plan serves within its bounds."""
 
     @abstractmethod
-    def rate(self, plan: Plan | Outcome) -> float:
+    def rate(self, plan: PlanDraft | Outcome) -> float:
         """Return the objective's value, in requests/s, of a candidate or of `running`."""
 
     @abstractmethod
-    def outcome(self, plan: Plan) -> Outcome:
+    def outcome(self, plan: PlanDraft) -> Outcome:
         """Return a candidate's figures."""
 
     @abstractmethod
-    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
         """Return the best plan of some policies, in a form that can replace the running plan.
 
         Args:
@@ -91,7 +92,7 @@ class Judge(ABC):
             InfeasibleError: no plan keeps the bounds.
         """
 
-    def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
+    def careful(self, kinds: Sequence[str], plan: PlanDraft, rate_rps: float) -> Found | None:
         """If `plan` breaks the bounds at a higher quantile of lengths, return a plan on the same stages that keeps
         them.
 
@@ -114,15 +115,15 @@ class Judge(ABC):
 
 
 def _plans_of(
-    problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]], unbuilt: list[str]
-) -> list[Plan]:
+    problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Found]], unbuilt: list[str]
+) -> list[Found]:
     """Return the plans of all problems together. A problem without a plan is left out. If its plan cannot be built, the
     reason is added to `unbuilt`.
 
     Raises:
         InfeasibleError: no problem has a plan.
     """
-    found, error = list[Plan](), None
+    found, error = list[Found](), None
     for problem in problems:
         try:
             found += planned(problem)
@@ -173,10 +174,10 @@ class SaturatedJudge(Judge):
     def _bound_s(self) -> float | None:
         return self.plan.constraint.latency_bound_s
 
-    def rate(self, plan: Plan | Outcome) -> float:
+    def rate(self, plan: PlanDraft | Outcome) -> float:
         return plan.throughput_rps if isinstance(plan, Outcome) else plan.estimate.throughput_rps
 
-    def outcome(self, plan: Plan) -> Outcome:
+    def outcome(self, plan: PlanDraft) -> Outcome:
         return Outcome(
             policy=plan.policy,
             throughput_rps=plan.estimate.throughput_rps,
@@ -184,10 +185,10 @@ class SaturatedJudge(Judge):
             keeps_bound=None if self._bound_s is None else True,
         )
 
-    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
         return self._best(kinds, self.plan.constraint.quantile, in_place=in_place)
 
-    def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
+    def careful(self, kinds: Sequence[str], plan: PlanDraft, rate_rps: float) -> Found | None:
         safe_quantile = self.plan.constraint.quantile
         for deviations, price in self.terms.caution:
             quantile = self.situation.quantile(deviations)
@@ -197,8 +198,8 @@ class SaturatedJudge(Judge):
                 best = self._best(kinds, quantile, in_place=True)
             except InfeasibleError:
                 continue
-            if best.estimate.throughput_rps >= (1 - price) * rate_rps:
-                return best.with_estimate(latency_s=self._at(best, safe_quantile)["latency"])
+            if best.draft.estimate.throughput_rps >= (1 - price) * rate_rps:
+                return best.estimating(latency_s=self._at(best.draft, safe_quantile)["latency"])
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
@@ -207,10 +208,10 @@ class SaturatedJudge(Judge):
             return None
         return replace(self, situation=self.situation.under(bound_s))
 
-    def _keeps(self, plan: Plan, quantile: float) -> bool:
+    def _keeps(self, plan: PlanDraft, quantile: float) -> bool:
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
 
-    def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
+    def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Found:
         """Return the best plan whose latency at a quantile of lengths keeps the bound. The plan's estimate states that
         latency.
         """
@@ -218,11 +219,11 @@ class SaturatedJudge(Judge):
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)
         problems = [replace(problem, constraint=constraint) for problem in problems]
-        found = _plans_of(problems, lambda problem: [Scheduler(problem).best(kinds)], self.situation.unbuilt)
-        best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
-        return best.with_estimate(latency_s=self.ratio_of_others * best.estimate.latency_s)
+        found = _plans_of(problems, lambda problem: Scheduler(problem).found(kinds).values(), self.situation.unbuilt)
+        best = replaced(self.plan, max(found, key=lambda one: self.rate(one.draft)), in_place=in_place)
+        return best.estimating(latency_s=self.ratio_of_others * best.draft.estimate.latency_s)
 
-    def _at(self, plan: Plan, quantile: float) -> dict[str, float]:
+    def _at(self, plan: PlanDraft, quantile: float) -> dict[str, float]:
         ratio = self.ratio if plan is self.plan else self.ratio_of_others
         return reestimate(plan, self.situation.profile, self.situation.lengths, quantile, ratio)
 
@@ -260,7 +261,7 @@ class ArrivalsJudge(Judge):
         return self.outcome(with_capacity(found, self.situation.profile, edges=False))
 
     @cached_property
-    def _reestimated(self) -> Plan:
+    def _reestimated(self) -> PlanDraft:
         """The running plan with the observed lengths as its workload."""
         plan, lengths = self.plan, self.situation.lengths
         found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
@@ -275,10 +276,10 @@ class ArrivalsJudge(Judge):
     def kept_rps(self) -> float:
         return self.rate(self.running)
 
-    def rate(self, plan: Plan | Outcome) -> float:
+    def rate(self, plan: PlanDraft | Outcome) -> float:
         return plan.arrival_rate_per_s or 0.0 if isinstance(plan, Outcome) else rate_of(plan)
 
-    def outcome(self, plan: Plan) -> Outcome:
+    def outcome(self, plan: PlanDraft) -> Outcome:
         found, rate = plan.estimate.capacity, self.situation.arrival_rate_per_s
         assert found is not None
         return Outcome(
@@ -289,7 +290,7 @@ class ArrivalsJudge(Judge):
             arrival_rate_per_s=found.rate_per_s,
         )
 
-    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
 
         def saturated(problem: Problem) -> float:
             with suppress(InfeasibleError):
@@ -299,16 +300,16 @@ class ArrivalsJudge(Judge):
         problems = promising(self.situation.problems(in_place=in_place), saturated)
         any_rate = self.plan.constraint.but(arrival_rate_per_s=None)
 
-        def admitting(found: Plan) -> Plan:
+        def admitting(found: PlanDraft) -> PlanDraft:
             running = self.plan.admission.but(max_running=found.admission.max_running)
             return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
 
-        def planned(problem: Problem) -> Iterable[Plan]:
+        def planned(problem: Problem) -> Iterable[Found]:
             search = Scheduler(replace(problem, constraint=any_rate))
             return Arrivals(search, admitting, only_best=True).settle(kinds).values()
 
         found = _plans_of(problems, planned, self.situation.unbuilt)
-        return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
+        return replaced(self.plan, max(found, key=lambda one: rate_of(one.draft)), in_place=in_place)
 
     def near(self, nearest_bound_s: float) -> Judge | None:
         given_s, bound_s = self.plan.constraint.latency_bound_s, self.terms.near * nearest_bound_s
@@ -317,7 +318,7 @@ class ArrivalsJudge(Judge):
         return replace(self, situation=self.situation.under(bound_s))
 
 
-def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
+def _ruled_alike(found: PlanDraft, running: PlanDraft, profile: Profile) -> PlanDraft:
     """Return a candidate with the running plan's tuned settings and order of admission."""
     policy, order = found.policy, running.admission.order
     names = policy.tuned if policy.kind == running.policy.kind else ()
@@ -328,20 +329,21 @@ def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
     return with_step_times(found, profile) if more or order == "in-time" else found
 
 
-def _admission(plan: Plan, best: Plan) -> Admission:
+def _admission(plan: PlanDraft, best: PlanDraft) -> Admission:
     """Return the running plan's admission settings with the best plan's largest number of running requests."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
     return plan.admission.but(max_running=best.admission.max_running, order=order)
 
 
-def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
+def replaced(plan: PlanDraft, found: Found, *, in_place: bool) -> Found:
     """Return another plan in a form that can replace the running plan.
 
     On the same stages, the allocation of K/V memory does not change. The memory beside it suffices for the activations
     of the old plan's largest step. The engine runs steps in slices of bounded size. If the new plan's largest step
     needs one slice more, the workspace has enough memory for it.
     """
-    return plan.but(
+    best = found.draft
+    draft = plan.but(
         workload=best.workload,
         policy=best.policy,
         admission=_admission(plan, best),
@@ -350,3 +352,4 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
         estimate=best.estimate,
         search=best.search,
     )
+    return replace(found, draft=draft)

@@ -7,7 +7,7 @@ from math import sqrt
 
 import numpy as np
 
-from xgpt.core.schema import Histogram, Observation, ObservedReuse, Plan, Profile, ReuseEstimate, Workload
+from xgpt.core.schema import Histogram, Observation, ObservedReuse, Plan, PlanDraft, Profile, ReuseEstimate, Workload
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem, reused_by
 from xsimulator.costs.step_cost import lanes_of
@@ -36,7 +36,7 @@ class Situation:
         unbuilt: reasons why candidates could not be built. Every judgement of the situation adds to them.
     """
 
-    plan: Plan
+    plan: PlanDraft
     profile: Profile
     lengths: Workload
     weight: float
@@ -108,7 +108,7 @@ class Situation:
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
 
 
-def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
+def with_reuse(plan: PlanDraft, reuse: ObservedReuse | None) -> PlanDraft:
     """Return the plan with the observed reuse, or the same plan if `reuse` is None.
 
     A plan that expects no reuse reserves no memory for cached blocks.
@@ -121,7 +121,7 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
     return plan.with_estimate(reuse=found)
 
 
-def at_pace(plan: Plan, slowdown: float | None) -> Plan:
+def at_pace(plan: PlanDraft, slowdown: float | None) -> PlanDraft:
     """Return the plan with `slowdown` as its ratio of step times to the profile's. None changes nothing."""
     if slowdown is None:
         return plan
@@ -158,7 +158,7 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
 
 
 def reestimate(
-    plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
+    plan: PlanDraft, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
 ) -> dict[str, float]:
     """Return a plan's predictions for other lengths, with the plan's computed numbers unchanged.
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.schema import PolicySettings, SearchMethod
+from xgpt.core.schema import Ceiling, PolicySettings, SearchMethod
 from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
 from xscheduler.space import Evaluation, Ints, Space
 
@@ -56,9 +56,8 @@ class SearchResult:
         settings: the best point that fits in memory and keeps the constraint. None means that no point is allowed.
         values: the best point's predictions, by name.
         evaluations: number of points that were predicted.
-        gap: no point of the spaces has more than (1 + gap) times the best point's throughput. None means that nothing
-            is proven.
-        bound: a description of the bound to which the gap refers.
+        most: no point of the spaces has a higher throughput. None means that nothing is proven.
+        bound: a description of `most`.
         method: the method that found the point. It differs from the requested method if that method's bounds were not
             valid.
     """
@@ -67,9 +66,13 @@ class SearchResult:
     settings: PolicySettings | None
     values: dict[str, float]
     evaluations: int
-    gap: float | None
+    most: float | None
     bound: str
     method: SearchMethod = "branch-and-bound"
+
+    @property
+    def ceiling(self) -> Ceiling:
+        return Ceiling(self.most, self.bound)
 
     @property
     def throughput(self) -> float:
@@ -197,8 +200,8 @@ class _Search:
         evaluations = sum(space.evaluations for space in self.spaces)
         if self.best is None:
             return SearchResult(None, None, {}, evaluations, 0.0, BOUND)
-        gap = max(0.0, self.unexplored / self.best_throughput - 1)
-        return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
+        most = max(self.unexplored, self.best_throughput)
+        return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, most, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
         """Predict all points of small boxes and the corners of larger boxes. A larger box stays open if one of its

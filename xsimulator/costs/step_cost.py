@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
+from xgpt.core.schema import EngineSpec, ModelSpec, PlanDraft, Profile, StageLane
 from xsimulator.costs.curves import MOST_KNOWN, Array, Degrees, Grid, GroupTables, Line, Table
 from xsimulator.costs.speculating import speculating
 from xsimulator.lengths import Lengths
@@ -322,7 +322,7 @@ class LaneCost:
         return StepParts(tokens_s, encode_s, decode_s, head_s, self._overhead.at(decodes + len(step.encode)))
 
 
-def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
+def lanes_of(plan: PlanDraft, profile: Profile) -> dict[StageLane, LaneCost]:
     """Return the step costs of each lane of a plan, with the plan's slowdown.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from xgpt.core.policies.slack import StepClock
-from xgpt.core.schema import Plan, Profile, StepTimes
+from xgpt.core.schema import PlanDraft, Profile, StepTimes
 from xsimulator.costs.step_cost import LaneCost, StepCounts, lanes_of
 
 NUM_POINTS = 32
@@ -14,13 +14,13 @@ NUM_STEPS = 200
 """Number of steps for the fit. The error is computed on the same number of other steps."""
 
 
-def with_step_times(plan: Plan, profile: Profile) -> Plan:
+def with_step_times(plan: PlanDraft, profile: Profile) -> PlanDraft:
     """Return a single-lane plan with the step times that its scheduling rule needs."""
     times = step_times(plan, lanes_of(plan, profile)["both"])
     return plan.with_estimate(step_times=times)
 
 
-def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
+def step_times(plan: PlanDraft, cost: LaneCost) -> StepTimes:
     """Return step times, fitted to the costs of a decoder-only model's lane over the plan's batches and lengths."""
     longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
     most_tokens = max(2 * plan.workload.input.lengths[-1], 8192)
@@ -61,7 +61,7 @@ def _attention(cost: LaneCost, length: int) -> float:
     return sum(parts.encode_attention for parts in cost.parts(StepCounts([(0, length, 1)], 0, 0, 1, length)))
 
 
-def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
+def _steps(plan: PlanDraft, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
     """Return random steps like the plan's, each with its seconds. A step has a decode batch and a prompt chunk."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output

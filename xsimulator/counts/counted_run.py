@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.core import policies
 from xgpt.core.policies.lane_settings import LaneSettings
-from xgpt.core.schema import Curve, LayerTimes, Plan, Profile, StageLane, Surface
+from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, Surface
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals
@@ -28,7 +28,7 @@ def is_compiled() -> bool:
 
 
 def counted_run(
-    plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
+    plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
 ) -> Run | None:
     """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`).
 
@@ -48,7 +48,7 @@ def counted_run(
     return OneLaneRun(settings, lanes["both"], kv, stream, is_logged=is_logged)
 
 
-def is_counted(plan: Plan) -> bool:
+def is_counted(plan: PlanDraft) -> bool:
     """Return whether a plan can be simulated by counts and does not need the simulated engine.
 
     Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
@@ -59,7 +59,7 @@ def is_counted(plan: Plan) -> bool:
     return _counted_schedule(plan) is not None
 
 
-def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
+def _counted_schedule(plan: PlanDraft) -> policies.OneLane | policies.TwoLane | None:
     """Return the plan's schedule, or None if the plan cannot be simulated by counts."""
     if plan.admission.order != "fcfs" or not _counts_kv(plan):
         return None
@@ -78,7 +78,7 @@ def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
     return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))
 
 
-def _counts_kv(plan: Plan) -> bool:
+def _counts_kv(plan: PlanDraft) -> bool:
     if plan.admission.kv != "quantile":
         return plan.admission.kv == "reserve"
     mixes = plan.engine is None or plan.engine.mixes

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from xgpt.core.schema import EngineSpec, Plan, PolicySettings
+from xgpt.core.schema import EngineSpec, PlanDraft, PolicySettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
@@ -133,7 +133,7 @@ class Forecast(ABC, Generic[M]):
         columns = {name: value for name, value in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
 
-    def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
+    def reestimate(self, plan: PlanDraft, model: M, inside: float) -> dict[str, float]:
         """Return the predictions for a plan under other lengths. The plan's settings do not change if K/V still fits in
         memory.
 

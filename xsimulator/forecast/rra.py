@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from xgpt.core.policies.rule import ADJUSTMENT
-from xgpt.core.schema import Plan, RraSettings
+from xgpt.core.schema import PlanDraft, RraSettings
 from xgpt.core.workload import decoding_share
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Performance, PlacementLimits, Stations, column, stack
@@ -45,7 +45,7 @@ class Rra(Forecast[OneLaneModel]):
         iterations = columns["decode_iterations"].astype(int)
         return _predict(model, columns["encode_batch"], iterations, column(columns, "microbatches"))
 
-    def reestimate(self, plan: Plan, model: OneLaneModel, inside: float) -> dict[str, float]:
+    def reestimate(self, plan: PlanDraft, model: OneLaneModel, inside: float) -> dict[str, float]:
         settings = plan.policy
         assert isinstance(settings, RraSettings)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Plan, WaaSettings
+from xgpt.core.schema import PlanDraft, WaaSettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Performance, PlacementLimits, Stations, column
 from xsimulator.forecast.lane_balance import as_interpolated
@@ -58,7 +58,7 @@ class Waa(Forecast[TwoLaneModel]):
         microbatches = column(columns, "decode_microbatches")
         return model.evaluate(columns["encode_batch"], columns["max_decode_batch"], microbatches)
 
-    def reestimate(self, plan: Plan, model: TwoLaneModel, inside: float) -> dict[str, float]:
+    def reestimate(self, plan: PlanDraft, model: TwoLaneModel, inside: float) -> dict[str, float]:
         settings = plan.policy
         assert isinstance(settings, WaaSettings)
         cap = min(settings.max_decode_batch, int(inside))

@@ -16,11 +16,11 @@ from xgpt.core.policies.rule import Rule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.slack import Slack, StepClock
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
-from xgpt.core.schema import Batching, ChunkedSettings, Plan, SingleLaneSettings, Stage, WaaSettings
+from xgpt.core.schema import Batching, ChunkedSettings, PlanDraft, SingleLaneSettings, Stage, WaaSettings
 from xgpt.core.workload import decoding_share
 
 
-def build(plan: Plan, rule: Rule | None = None) -> Schedule:
+def build(plan: PlanDraft, rule: Rule | None = None) -> Schedule:
     """Return the schedule, without requests, of one replica of a plan.
 
     Args:
@@ -57,7 +57,7 @@ def build(plan: Plan, rule: Rule | None = None) -> Schedule:
     return OneLane(lane, pool, plan.stages, rule)
 
 
-def build_rows(plan: Plan, batching: Batching) -> OneLane:
+def build_rows(plan: PlanDraft, batching: Batching) -> OneLane:
     """Return the schedule, without requests, of a plan that runs whole batches in rows.
 
     Raises:
@@ -92,17 +92,17 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     return RowSchedule(settings, pool, plan.stages)
 
 
-def row_tokens(plan: Plan) -> int:
+def row_tokens(plan: PlanDraft) -> int:
     """Return the prompt tokens of a row (TCB's L): the value that the user fixed, or the workload's longest prompt."""
     return _held(plan, "row_tokens", plan.workload.input.lengths[-1])
 
 
-def _held(plan: Plan, name: str, other: int) -> int:
+def _held(plan: PlanDraft, name: str, other: int) -> int:
     """Return the user's fixed value of the variable `name`, or `other` if there is none."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
-def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
+def settings_of(plan: PlanDraft, policy: SingleLaneSettings) -> LaneSettings:
     """Return the settings of the scheduling rule for a plan with this policy."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
@@ -114,7 +114,7 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
     )
 
 
-def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
+def _slack(plan: PlanDraft, policy: SingleLaneSettings) -> Slack | None:
     """Return a policy's slack budget together with the plan's bound and step times, or None without slack."""
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
@@ -124,7 +124,7 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
     return Slack(budget, StepClock(times), round(budget.share * tpot_ns), len(plan.stages))
 
 
-def first_tokens(plan: Plan) -> FirstTokens | None:
+def first_tokens(plan: PlanDraft) -> FirstTokens | None:
     """Return the plan's bound on TTFT with its step times, or None for any order except in-time."""
     if plan.admission.order != "in-time":
         return None
@@ -134,12 +134,12 @@ def first_tokens(plan: Plan) -> FirstTokens | None:
     return FirstTokens(StepClock(times), ttft_ns, at_once)
 
 
-def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False, rule: Rule | None = None) -> Pool:
+def _pool(plan: PlanDraft, stages: Iterable[Stage], *, hold_finished: bool = False, rule: Rule | None = None) -> Pool:
     return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, hold_finished, rule)
 
 
 def pool_of(
-    plan: Plan,
+    plan: PlanDraft,
     num_blocks: int,
     block_size: int,
     max_running: int | None,
@@ -163,7 +163,7 @@ def pool_of(
     )
 
 
-def queue_of(plan: Plan, rule: Rule | None = None) -> Queue:
+def queue_of(plan: PlanDraft, rule: Rule | None = None) -> Queue:
     """Return an empty queue in the plan's order of admission, or in the order of a rule that has one."""
     admission = plan.admission
     if rule is not None and type(rule).key is not Rule.key:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
@@ -40,7 +40,7 @@ class ReplicaRouter:
         """By key: the replica to which the prefix was last sent. The least recently used key comes first."""
 
     @classmethod
-    def of(cls, plan: Plan) -> ReplicaRouter:
+    def of(cls, plan: PlanDraft) -> ReplicaRouter:
         """Return a router for the replicas of a plan."""
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
@@ -65,7 +65,7 @@ class ReplicaRouter:
         self.load[number] -= 1
 
 
-def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
+def share_of_replica(trace: TraceLengths, plan: PlanDraft) -> TraceLengths:
     """Return the requests of a trace that would be routed to the first replica of a plan.
 
     As many requests run as in the plan: when a further request arrives, the oldest one ends. If the trace has no

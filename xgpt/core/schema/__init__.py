@@ -15,11 +15,13 @@ from xgpt.core.schema.constraint import (
 from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import (
     Capacity,
+    Ceiling,
     Estimate,
     JointLengths,
     MixingEdge,
     ReuseEstimate,
     SearchCertificate,
+    SearchEffort,
     StepTimes,
 )
 from xgpt.core.schema.model import (
@@ -42,7 +44,7 @@ from xgpt.core.schema.model_parts import (
     RopeScaling,
     YarnRope,
 )
-from xgpt.core.schema.plan import SLICE_TOKENS, Batching, EngineKind, Plan, ProfileRef, Stage
+from xgpt.core.schema.plan import SLICE_TOKENS, Batching, EngineKind, Plan, PlanDraft, ProfileRef, Stage
 from xgpt.core.schema.policy import (
     ChunkedSettings,
     OrcaSettings,
@@ -106,6 +108,7 @@ __all__ = [
     "Cache",
     "Calibration",
     "Capacity",
+    "Ceiling",
     "ChunkedSettings",
     "ClusterSpec",
     "Comparison",
@@ -149,6 +152,7 @@ __all__ = [
     "Part",
     "Pinned",
     "Plan",
+    "PlanDraft",
     "Planner",
     "PolicySettings",
     "Precision",
@@ -165,6 +169,7 @@ __all__ = [
     "RraSettings",
     "RunDType",
     "SearchCertificate",
+    "SearchEffort",
     "SearchMethod",
     "SingleLaneSettings",
     "SlackBudget",

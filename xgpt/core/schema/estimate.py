@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
@@ -189,13 +189,11 @@ class Estimate(Frozen):
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
 
-class SearchCertificate(Frozen):
-    """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
+class SearchEffort(Frozen):
+    """How a plan was found.
 
-    Under objective "arrivals", the gap is from the plan's simulated rate to an upper bound in closed form. It does not
-    contain the rate's own error, `estimate.capacity.error`. With method "given", the user gave the settings, and only
-    their figures were computed. With method "grid", closed forms ranked settings along load curves, which proves
-    nothing.
+    With method "given", the user gave the settings, and only their figures were computed. With method "grid", closed
+    forms ranked settings along load curves.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
@@ -208,9 +206,38 @@ class SearchCertificate(Frozen):
     """Number of plans that were simulated to decide which plans keep the bound."""
     seconds: float
     """Duration of the search, in seconds."""
+
+    @property
+    def effort(self) -> SearchEffort:
+        """The same without a proof."""
+        return SearchEffort(**{name: getattr(self, name) for name in SearchEffort.model_fields})
+
+
+class SearchCertificate(SearchEffort):
+    """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
+
+    Under objective "arrivals", the gap is from the plan's simulated rate to an upper bound in closed form. It does not
+    contain the rate's own error, `estimate.capacity.error`.
+    """
+
     gap: float | None
     """Largest share by which the best plan of the search space can exceed this plan, or None if not proven."""
     bound: str
     """Description of the upper bound to which the gap refers."""
     rival: str | None = None
     """Another policy's plan whose arrival rate differs by less than the simulation's error, or None."""
+
+
+class Ceiling(NamedTuple):
+    """What a search has proven about a question: no plan of its space serves more than `most` requests a second.
+
+    A ceiling says nothing about any one plan. Its gap to a plan is computed when the plan is made (`PlanDraft.proven`),
+    so a proof cannot end up beside other figures.
+
+    Attributes:
+        most: None means that nothing is proven.
+        bound: description of the bound, or the reason why there is none.
+    """
+
+    most: float | None
+    bound: str

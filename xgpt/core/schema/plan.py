@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -12,7 +12,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.cluster import ClusterSpec
 from xgpt.core.schema.constraint import Admission, Constraint
 from xgpt.core.schema.engine import EngineSpec
-from xgpt.core.schema.estimate import Estimate, SearchCertificate
+from xgpt.core.schema.estimate import Ceiling, Estimate, SearchCertificate, SearchEffort
 from xgpt.core.schema.model import DType, ModelSpec, Precision
 from xgpt.core.schema.policy import ChunkedSettings, Pinned, PolicySettings, StageLane
 from xgpt.core.schema.recommendation import Recommendation
@@ -31,6 +31,9 @@ for activations.
 
 NEVER_NS = 10**15
 """The bound, in nanoseconds (eleven days), that the scheduling rule uses for requests without a bound."""
+
+ROUNDING = 1e-9
+"""A figure may exceed its ceiling by this share through rounding."""
 
 EngineKind = Literal["xgpt", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
@@ -102,8 +105,10 @@ class ProfileRef(Frozen):
     """By name of a part of the profile, the source of its numbers."""
 
 
-class Plan(Frozen):
-    """The content of plan.json. It has every number that a run needs."""
+class PlanDraft(Frozen):
+    """A schedule with its predicted figures, and no proof yet. A search compares and simulates drafts, and `proven`
+    makes the best one the plan.
+    """
 
     schema_version: Literal[1] = 1
     """Version of this format."""
@@ -145,16 +150,39 @@ class Plan(Frozen):
     """Stages of one replica, in the order in which a step goes through them."""
     estimate: Estimate
     """The predicted figures."""
-    search: SearchCertificate
-    """How the plan was found, and the proven gap to the optimum."""
+    search: SearchEffort
+    """How the plan was found."""
     profile: ProfileRef
     """The profile from which the figures were predicted."""
     recommendation: Recommendation | None = Field(default=None, exclude_if=lambda given: given is None)
     """What the user was told about the plan. None means a plan that no `xgpt plan` or `xgpt compare` wrote."""
 
-    def with_estimate(self, **figures: object) -> Plan:
-        """Return the plan with these fields of its estimate replaced."""
+    def with_estimate(self, **figures: object) -> PlanDraft:
+        """Return a draft with these fields of the estimate replaced."""
         return self.but(estimate=self.estimate.but(**figures))
+
+    def but(self, **fields: Any) -> PlanDraft:
+        """Return a draft with these values of fields. They are not validated. The copy of a plan is not proven."""
+        return PlanDraft.model_construct(**dict(self) | {"search": self.search.effort} | fields)
+
+    def proven(self, ceiling: Ceiling, rival: str | None = None) -> Plan:
+        """Return the plan: this draft with the gap from its own figure to a ceiling. A ceiling that the figure exceeds
+        proves nothing.
+
+        Args:
+            rival: see `SearchCertificate`.
+        """
+        most, bound = ceiling
+        if most is not None and most < self.figure * (1 - ROUNDING):
+            most, bound = None, f"none: the plan exceeds it ({bound})"
+        gap = None if most is None else max(0.0, most / self.figure - 1)
+        search = SearchCertificate(**dict(self.search.effort), gap=gap, bound=bound, rival=rival)
+        return Plan.model_construct(**dict(self) | {"search": search})
+
+    @property
+    def figure(self) -> float:
+        """The figure that a search bounds: the simulated arrival rate or the throughput at saturation, requests/s."""
+        return rate_of(self) if self.constraint.maximises_arrivals else self.estimate.throughput_rps
 
     @property
     def sharing_replicas(self) -> int:
@@ -178,7 +206,7 @@ class Plan(Frozen):
         )
 
     @model_validator(mode="after")
-    def _check(self) -> Plan:
+    def _check(self) -> Self:
         if (self.checkpoint or "").startswith(HUB) and not is_hub_id(str(self.checkpoint).removeprefix(HUB)):
             raise ValueError(f"checkpoint: after {HUB} there must be a Hugging Face id, ORGANISATION/MODEL")
         if self.speculation is not None and (len(self.stages) > 1 or self.policy.kind not in SPECULATIVE_POLICIES):
@@ -323,7 +351,28 @@ class Plan(Frozen):
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 
 
-def rate_of(plan: Plan) -> float:
+DEPLOYED = frozenset({"api_servers", "checkpoint", "pinned", "profile", "replicas", "seed", "speculation"})
+
+
+class Plan(PlanDraft):
+    """The content of plan.json. It has every number that a run needs."""
+
+    search: SearchCertificate
+    """How the plan was found, and the proven gap to the optimum."""
+
+    @property
+    def ceiling(self) -> Ceiling:
+        """What the search has proven about the plan's question."""
+        gap = self.search.gap
+        return Ceiling(None if gap is None else (1 + gap) * self.figure, self.search.bound)
+
+    def deployed(self, **fields: Any) -> Plan:
+        """Return the plan with other values of `DEPLOYED`: where and how often it runs. Its figures stay."""
+        assert fields.keys() <= DEPLOYED, fields.keys()
+        return self.model_copy(update=fields)
+
+
+def rate_of(plan: PlanDraft) -> float:
     """Return the simulated arrival rate up to which a plan keeps its bounds, or the throughput if not simulated."""
     found = plan.estimate.capacity
     return plan.estimate.throughput_rps if found is None else found.rate_per_s

@@ -1,0 +1,32 @@
+"""Define what a search returns: a schedule with its figures, and what was proven about the question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xgpt.core.schema import Ceiling, Plan, PlanDraft
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best schedule that a search found.
+
+    Attributes:
+        draft: the schedule. Passes that compute further figures replace it.
+        ceiling: what the search proved about all schedules of its space.
+        rival: see `SearchCertificate`.
+    """
+
+    draft: PlanDraft
+    ceiling: Ceiling
+    rival: str | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the proof of its final figures."""
+        return self.draft.proven(self.ceiling, self.rival)
+
+    def estimating(self, **figures: Any) -> Found:
+        """Return the same schedule with further figures."""
+        return replace(self, draft=self.draft.with_estimate(**figures))
