@@ -16,7 +16,7 @@ from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
 from tests.rings import few
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, SearchCertificate, Workload
+from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, SearchEffort, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
@@ -39,9 +39,7 @@ BETWEEN_ERROR = 0.005
 """Share by which batches between those that are predicted may exceed the bound, if they are of at most 14 requests."""
 OF_A_PROBLEM = 5
 """Settings of a problem that are simulated."""
-SEARCHED = SearchCertificate(
-    method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
-)
+SEARCHED = SearchEffort(method="given", evaluations=1, space_size=1, seconds=0.0)
 
 
 def lengths(outputs: dict[int, float], inputs: dict[int, float] | None = None) -> Lengths:
@@ -104,7 +102,7 @@ def test_short_prompts_beside_pieces_of_long_ones_are_not_counted_twice() -> Non
     by = scheduler(of)
     (space,) = by.candidates.spaces(kind)
     settings = ChunkedSettings(token_budget=88, max_batch=30, microbatches=1)
-    plan = by.plan_at(space, settings, SEARCHED)
+    plan = by.draft_at(space, settings, SEARCHED)
     assert plan is not None
     assert Trial(plan, of.profile).saturated() <= 1.01 * plan.estimate.throughput_rps
 
@@ -119,7 +117,7 @@ def test_a_cap_of_few_encode_batches_serves_no_more_than_its_bound(number: int, 
     by = scheduler(subject)
     (space,) = by.candidates.spaces("waa")
     settings = space.settings(space.points(np.zeros(1, int)), 0)
-    plan = by.plan_at(space, settings, SEARCHED)
+    plan = by.draft_at(space, settings, SEARCHED)
     assert plan is not None
     bound = upper_bound([space.under(Constraint(objective="arrivals", latency_bound_s=1e6), inf, between=True)])
     assert Trial(plan, subject.profile).saturated() <= 1.001 * bound.throughput
@@ -152,7 +150,7 @@ def some_plans(subject: Problem, best: Plan, seed: int) -> list[Plan]:
             points = space.points(np.unique((space.num_points ** rng.random(12)).astype(int) - 1))
             for index in np.flatnonzero(space.evaluate(points).fits):
                 settings = space.settings(points, int(index))
-                plan = by.plan_at(space, settings, best.search)
+                plan = by.draft_at(space, settings, best.search)
                 assert plan is not None
                 found.append((closed_rate(space, settings), plan))
     found.sort(key=lambda pair: -pair[0])
@@ -206,7 +204,7 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
     (space,) = by.candidates.spaces(kind)
     rates = []
     for i in np.unique(np.geomspace(1, space.num_points, 30).astype(int)) - 1:
-        plan = by.plan_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
+        plan = by.draft_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
         if plan is not None:
             rates.append(rate_of_some(with_simulated_figures(plan, subject.profile), subject, 2000))
     assert len(rates) > 20

@@ -25,7 +25,7 @@ from xscheduler.space import POLICIES
 from xsimulator.clock import LaneClock, Span, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths
-from xsimulator.run import with_joint_lengths
+from xsimulator.run import joint_lengths
 
 
 def planned(subject: Problem, kind: str) -> dict[str, float]:
@@ -152,4 +152,4 @@ def test_a_trace_that_is_all_alike_has_no_pairs_to_tell_of(tmp_path: Path) -> No
     path.write_text("input,output\n" + "100,20\n" * 5)
     subject = problem("opt-13b", "a40x4", "summarization")
     plan = Scheduler(with_workload(subject, load_workload(str(path), subject.model))).best(["rra"])
-    assert with_joint_lengths(plan, subject.profile, read_lengths(path)).estimate.joint_lengths is None
+    assert joint_lengths(plan, subject.profile, read_lengths(path)) is None

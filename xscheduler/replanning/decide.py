@@ -76,6 +76,11 @@ class Verdict:
     planned_under_s: float | None = None
     num_unbuilt: int = 0
 
+    @property
+    def plan(self) -> Plan | None:
+        """`found` as a plan."""
+        return None if self.found is None else self.found.plan
+
 
 def judged(
     plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None

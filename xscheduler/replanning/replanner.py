@@ -79,8 +79,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
     verdict = judged(plan, profile, observation, terms, slowdown)
-    then = verdict.found.plan if verdict.switch and verdict.found is not None else None
-    lengths = observation.workload
+    then, lengths = verdict.plan if verdict.switch else None, observation.workload
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",

@@ -69,7 +69,7 @@ def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() ->
 def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
     plan = a_plan("static")
     none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
-    plan = plan.with_estimate(capacity=none)
+    plan = plan.with_estimate(capacity=none).proven(plan.ceiling)
     assert "p99 latency from arrival at that rate, s</td><td>-</td><td>-</td>" in page_of(plan)
     shown = plans_table({"static": plan})
     row = dict(zip(shown.columns, shown.rows[0], strict=True))
@@ -80,7 +80,7 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
     plan = a_plan("chunked")
     kept = Capacity(rate_per_s=3.5, whole_s=3.9, share_kept=0.99, num_requests=2000, warm_up_requests=32, seed=0)
     constraint = plan.constraint.model_copy(update={"sla": "request", "objective": "arrivals"})
-    page = page_of(plan.with_estimate(capacity=kept).model_copy(update={"constraint": constraint}))
+    page = page_of(plan.but(constraint=constraint).with_estimate(capacity=kept).proven(plan.ceiling))
     cards = re.findall(r'<div class="value">(.*?)</div><div class="label">(.*?)</div>', page)
     assert cards[:2] == [
         ("3.50", "highest arrival rate, requests/s"),

@@ -154,8 +154,6 @@ class PlanDraft(Frozen):
     """How the plan was found."""
     profile: ProfileRef
     """The profile from which the figures were predicted."""
-    recommendation: Recommendation | None = Field(default=None, exclude_if=lambda given: given is None)
-    """What the user was told about the plan. None means a plan that no `xgpt plan` or `xgpt compare` wrote."""
 
     def with_estimate(self, **figures: object) -> PlanDraft:
         """Return a draft with these fields of the estimate replaced."""
@@ -351,7 +349,9 @@ class PlanDraft(Frozen):
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 
 
-DEPLOYED = frozenset({"api_servers", "checkpoint", "pinned", "profile", "replicas", "seed", "speculation"})
+DEPLOYED = frozenset(
+    {"api_servers", "checkpoint", "pinned", "profile", "recommendation", "replicas", "seed", "speculation"}
+)
 
 
 class Plan(PlanDraft):
@@ -359,6 +359,8 @@ class Plan(PlanDraft):
 
     search: SearchCertificate
     """How the plan was found, and the proven gap to the optimum."""
+    recommendation: Recommendation | None = Field(default=None, exclude_if=lambda given: given is None)
+    """What the user was told about the plan. None means a plan that no `xgpt plan` or `xgpt compare` wrote."""
 
     @property
     def ceiling(self) -> Ceiling:

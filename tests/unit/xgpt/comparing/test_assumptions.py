@@ -15,7 +15,8 @@ from xgpt.core.workload import TraceLengths
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_workload
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.found import Found
+from xscheduler.objectives.best_plans import found_each
 from xscheduler.objectives.capacities import with_capacities
 
 ASKED = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "chat-short", "latency_bound_s": 30.0}
@@ -24,7 +25,8 @@ ASKED = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "chat-short",
 @pytest.fixture(scope="module")
 def planned() -> tuple[dict[str, Plan], Profile]:
     problem = resolve(plan_request(**ASKED, engine="vllm", objective="saturated", policy="chunked"))
-    return with_capacities(plan_each(problem, "chunked"), problem.profile), problem.profile
+    found = with_capacities(found_each(problem, "chunked"), problem.profile)
+    return {kind: one.plan for kind, one in found.items()}, problem.profile
 
 
 def test_each_assumption_changes_what_it_says(planned: tuple[dict[str, Plan], Profile]) -> None:
@@ -55,7 +57,8 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
 ) -> None:
     chunked = planned[0]["chunked"]
     rra = xgpt.plan(**ASKED, engine="vllm", objective="saturated", policy="rra")
-    monkeypatch.setattr(comparing, "plan_each", lambda *_: {"chunked": chunked, "rra": rra})
+    found = {plan.policy.kind: Found(plan, plan.ceiling) for plan in (chunked, rra)}
+    monkeypatch.setattr(comparing, "found_each", lambda *_: found)
     monkeypatch.setattr(comparing, "with_capacities", lambda plans, _: plans)
     monkeypatch.setattr(comparing, "relax", lambda *_: {})
     given = {

@@ -423,7 +423,7 @@ def test_several_nodes_of_our_own_engine_are_a_group_whose_leader_answers() -> N
 def test_an_autoscaler_keeps_each_replica_to_the_rate_that_keeps_the_bounds(subject: Plan, kind: str) -> None:
     assert "autoscaler.yaml" not in export(subject, "k8s")  # no arrival rate is known
     capacity = Capacity(rate_per_s=11.0, whole_s=1, share_kept=0.99, num_requests=1, warm_up_requests=0, seed=0)
-    plan = subject.with_estimate(capacity=capacity)
+    plan = subject.with_estimate(capacity=capacity).proven(subject.ceiling)
     files = export(plan, "k8s")
     scaler = yaml.safe_load(files["autoscaler.yaml"])
     validate(scaler)

@@ -18,6 +18,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import sample
 from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
+from xscheduler.found import Found
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.replanning import decide as decisions
 from xscheduler.replanning.decide import Verdict, decide, with_known_rate
@@ -40,6 +41,10 @@ def running() -> Plan:
     subject = OF
     constraint = Constraint(latency_bound_s=8.0, objective="arrivals")
     return free(next(iter(plan_each(subject.under(constraint), "orca").values())))
+
+
+def found_in(plan: Plan) -> Found:
+    return Found(plan, plan.ceiling)
 
 
 def observed(input_factor: float, output_factor: float, rate: float | None = None) -> Observation:
@@ -144,7 +149,7 @@ def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -
     more = 2 * rate_of(running())
     situation = Situation.of(running(), OF.profile, observed(1.0, 1.0, more))
     verdict = decide(Missing(situation, Terms()))
-    assert not verdict.switch and verdict.breaks_bound and verdict.plan is None
+    assert not verdict.switch and verdict.breaks_bound and verdict.found is None
     assert verdict.running.arrival_rate_per_s == pytest.approx(rate_of(running()), rel=0.1)
     assert "no other plan keeps the bound of 8 s; the running plan keeps it up to" in verdict.reason
 
@@ -158,16 +163,18 @@ class TwoPlans(ArrivalsJudge):
         rate = (9.0 if is_large else 4.0) if is_wide else (3.0 if is_large else 3.5)
         capacity = running().estimate.capacity
         assert capacity is not None
-        found = self.plan.model_copy(update={"policy": OrcaSettings(max_batch=128 if is_large else 2)})
+        found = self.plan.but(policy=OrcaSettings(max_batch=128 if is_large else 2))
         capacity = capacity.model_copy(update={"rate_per_s": rate})
-        return found.with_estimate(throughput_rps=13.5 if is_large else 4.5, capacity=capacity)
+        return found.with_estimate(throughput_rps=13.5 if is_large else 4.5, capacity=capacity).proven(
+            running().ceiling
+        )
 
     @property
     def running(self) -> Outcome:
         return self.outcome(self.plan_of(is_large=self.plan.policy == OrcaSettings(max_batch=128)))
 
-    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
-        return max((self.plan_of(is_large=is_large) for is_large in (False, True)), key=rate_of)
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
+        return found_in(max((self.plan_of(is_large=is_large) for is_large in (False, True)), key=rate_of))
 
 
 def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
@@ -178,11 +185,11 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
         return decide(TwoPlans(Situation.of(plan, OF.profile, observed(1.0, 1.0, rate)), Terms()))
 
     large = running().model_copy(update={"policy": OrcaSettings(max_batch=128)})
-    small = judged_at(2.0, large).plan
-    assert small is not None and small.policy == OrcaSettings(max_batch=2)
-    risen = judged_at(6.0, small)
-    assert risen.switch and risen.plan is not None and risen.plan.policy == OrcaSettings(max_batch=128)
-    assert risen.plan.constraint == running().constraint
+    small = judged_at(2.0, large).found
+    assert small is not None and small.draft.policy == OrcaSettings(max_batch=2)
+    risen = judged_at(6.0, small.plan)
+    assert risen.switch and risen.found is not None and risen.found.draft.policy == OrcaSettings(max_batch=128)
+    assert risen.found.draft.constraint == running().constraint
     assert risen.reason.startswith(
         "6 requests/s arrive, and no plan keeps the bound of 8 s at this rate; under 13.2 s, "
     )
@@ -210,7 +217,7 @@ def test_a_plan_that_serves_less_never_takes_over_while_more_requests_arrive(mon
     monkeypatch.setattr(
         decisions,
         "_decide_feasible",
-        lambda _: Verdict(now, True, "it gains", outcome(next(found), 3.3), running(), gain=0.7, switch=True),
+        lambda _: Verdict(now, True, "it gains", outcome(next(found), 3.3), found_in(running()), gain=0.7, switch=True),
     )
     verdict = decide(judge)
     assert not verdict.switch and verdict.reason.endswith("the running plan serves more")
@@ -221,7 +228,7 @@ def test_few_requests_do_not_cut_what_a_plan_serves() -> None:
         policy=running().policy, throughput_rps=13.5, latency_s=3.3, keeps_bound=True, arrival_rate_per_s=3.0
     )
     less = outcome.model_copy(update={"throughput_rps": 4.5, "arrival_rate_per_s": 3.5})
-    verdict = Verdict(outcome, False, "it gains", less, running(), gain=0.17, switch=True)
+    verdict = Verdict(outcome, False, "it gains", less, found_in(running()), gain=0.17, switch=True)
     kept = with_known_rate(verdict, 9)
     assert not kept.switch and "9 requests are too few to know the arrival rate" in kept.reason
     assert with_known_rate(verdict, 100) == verdict
@@ -250,8 +257,8 @@ def test_a_drift_of_the_arrival_rate_cuts_capacity_only_while_few_arrive() -> No
         if found is not None:
             situation = Situation.of(observer.plan, OF.profile, found)
             verdict = with_known_rate(decide(TwoPlans(situation, Terms())), found.num_requests)
-            if verdict.switch and verdict.plan is not None:
-                observer.go_over_to(verdict.plan)
+            if verdict.switch and verdict.found is not None:
+                observer.go_over_to(verdict.found.plan)
         assert isinstance(observer.plan.policy, OrcaSettings)
         return None if found is None else found.cause, observer.plan.policy.max_batch
 
