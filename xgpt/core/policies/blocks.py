@@ -38,7 +38,7 @@ class BlockTable:
         self.found = self.named = len(found)
 
 
-class Found(NamedTuple):
+class FoundBlocks(NamedTuple):
     """The cached blocks that match the beginning of a chain.
 
     Attributes:
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     num_used: int
 
 
-NOTHING = Found((), 0, (), 0)
+NOTHING = FoundBlocks((), 0, (), 0)
 
 
 class Blocks:
@@ -76,7 +76,7 @@ class Blocks:
         """
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, in the order of their release. They have a key, and no request uses them."""
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, FoundBlocks] = {}
         """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
         waiting requests are looked up at every step.
         """
@@ -91,7 +91,7 @@ class Blocks:
         """Number of blocks that no request uses and that later requests may share."""
         return len(self._kept)
 
-    def find(self, chain: Chain, most: int) -> Found:
+    def find(self, chain: Chain, most: int) -> FoundBlocks:
         """Return the cached blocks, at most `most`, that match the beginning of a chain. Nothing changes."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
@@ -105,7 +105,7 @@ class Blocks:
         uses = self._uses
         for block in blocks:
             count += uses[block] > 0
-        found = self._found[id(chain)] = Found(chain, most, tuple(blocks), count)
+        found = self._found[id(chain)] = FoundBlocks(chain, most, tuple(blocks), count)
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:

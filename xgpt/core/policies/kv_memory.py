@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xgpt.core.policies.blocks import NOTHING, Blocks, BlockTable, Found
+from xgpt.core.policies.blocks import NOTHING, Blocks, BlockTable, FoundBlocks
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
@@ -177,7 +177,7 @@ class KvMemory:
         # Another plan's promise to a request does not count here, since requests of a whole batch are never preempted.
         return self.blocks_for(request.longest if self.is_whole else request.promised)
 
-    def _find(self, blocks: Blocks, request: Request) -> Found:
+    def _find(self, blocks: Blocks, request: Request) -> FoundBlocks:
         """Return the cached blocks of a waiting request's first tokens. The last token must always be computed."""
         if not request.chain:
             return NOTHING
