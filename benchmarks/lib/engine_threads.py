@@ -48,6 +48,9 @@ class EngineThreads:
     def is_at_work(self) -> bool:
         return False
 
+    def cpu_s(self) -> float:
+        return 0.0
+
     def end(self, within_s: float) -> None:
         for thread in self._threads:
             thread.join(within_s)

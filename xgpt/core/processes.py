@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 
+MAX_FILES = 1 << 16
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 """Looked up at import: a look-up takes a lock, which another thread might hold at a fork."""
@@ -72,6 +74,23 @@ def _states(process: int) -> set[str]:
             with suppress(OSError, IndexError):  # the thread has ended meanwhile
                 states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     return states
+
+
+def cpu_s(process: int) -> float:
+    """Return the processor seconds that a process has used. 0 if it has ended, and on systems other than Linux."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files of this process and of those that it starts as far as allowed, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def children_of(process: int) -> list[int]:

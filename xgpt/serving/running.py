@@ -19,6 +19,7 @@ from xgpt.rules import name_of
 from xgpt.serving.checking import missing
 from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine, profile_of
+from xrunner.channel import EngineLost
 from xrunner.channel.remote import EngineProcess, RemoteEngine
 from xrunner.grammar import grammars_of
 from xrunner.logs import log_json
@@ -118,7 +119,11 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
         return policies.build_rows(plan, request.batching).pool
 
     limits = limits_of(plan)
-    return RemoteEngine(launch(plan), limits, launch, limits_of)
+    try:
+        return RemoteEngine(launch(plan), limits, launch, limits_of)
+    except EngineLost as error:  # killed or hung, which says nothing about the plan
+        logger.error("%s; starting it again", error)
+        return RemoteEngine(launch(plan), limits, launch, limits_of)
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:

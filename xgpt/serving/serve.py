@@ -18,7 +18,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.network import split_address
 from xgpt.core.output_files import check_step_log
-from xgpt.core.processes import stops_on_signal
+from xgpt.core.processes import raise_file_limit, stops_on_signal
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.rules import load_rule
@@ -173,6 +173,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         InputError: this machine cannot serve the plan as requested.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
+    raise_file_limit()
     if request.step_log is not None:
         check_step_log(request.step_log, force=request.force)
     plan = located(plan, request.checkpoint)

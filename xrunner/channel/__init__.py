@@ -18,7 +18,8 @@ Interface of an engine in the front (`RemoteEngine`; used by one thread; only `r
 `step` raises `EngineLost` if the engine's process has died or hangs. Every `ALIVE_S` seconds, an engine reports that it
 is alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has requests but has completed no step
 for `STEP_S`. If the operating system's kernel shows that the process is working (importing, compiling, computing, or
-waiting for processors), the limits are `BUSY_S` and `LONG_STEP_S` instead. After `EngineLost`, the front restarts the
+waiting for processors), the limits are `BUSY_S` and `LONG_STEP_S` instead. While it starts, they are `START_SILENCE_S`
+and `START_CPU_S`. After `EngineLost`, the front restarts the
 engine on the last plan that ran, and submits each request again with the tokens that its client already has
 (`xrunner.server.lasting_engine`). No request is lost, and no token is sent twice.
 
@@ -38,6 +39,12 @@ system."""
 STEP_S, LONG_STEP_S = 120.0, 1800.0
 """Longest time, in seconds, for which an engine that has requests may end no step. The second number applies while the
 engine's process is working, according to the operating system.
+"""
+
+
+START_SILENCE_S, START_CPU_S = 120.0, 600.0
+"""Until an engine is ready, it counts as hung only after this time in seconds without a report and without using a
+processor, or after this many processor seconds without a report.
 """
 
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
-from xgpt.core.processes import children_of, end, is_at_work
+from xgpt.core.processes import children_of, cpu_s, end, is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
+from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, START_CPU_S, START_SILENCE_S, STEP_S, EngineLost
 from xrunner.channel.ends import FrontEnd, pair
 from xrunner.channel.messages import (
     Alive,
@@ -130,6 +130,9 @@ class FarEnd(Protocol):
     def is_at_work(self) -> bool:
         """Return whether the far end runs or waits for a processor, according to the operating system."""
 
+    def cpu_s(self) -> float:
+        """Return the processor seconds that the far end has used."""
+
     def end(self, within_s: float) -> None:
         """Wait until the far end has ended. Kill it after `within_s` seconds."""
 
@@ -165,8 +168,34 @@ class EngineProcess:
         """
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
+    def cpu_s(self) -> float:
+        return sum(map(cpu_s, (self._process.pid, *children_of(self._process.pid))))
+
     def end(self, within_s: float) -> None:
         end(self._process, within_s)
+
+
+class _Start:
+    """The silence of an engine that is starting, since its last report."""
+
+    def __init__(self) -> None:
+        self._moved_s = self._looked_s = time.monotonic()
+        self._before_s: float | None = None
+        """Processor seconds used before the silence."""
+        self._used_s = 0.0
+
+    def check(self, used_s: float) -> None:
+        """Raise EngineLost if the engine hangs. `used_s` is the processor time that it has used."""
+        now_s = time.monotonic()
+        if self._before_s is None:
+            self._before_s = used_s
+        if used_s != self._used_s or now_s - self._looked_s > SILENCE_S / 4:  # it works, or this process was suspended
+            self._moved_s, self._used_s = now_s, used_s
+        self._looked_s = now_s
+        if now_s - self._moved_s > START_SILENCE_S:
+            raise EngineLost(f"its process has reported and done nothing for {now_s - self._moved_s:.0f} s")
+        if used_s - self._before_s > START_CPU_S:
+            raise EngineLost(f"its process has reported nothing for {used_s - self._before_s:.0f} processor seconds")
 
 
 class RemoteEngine:
@@ -199,20 +228,21 @@ class RemoteEngine:
     def _begin(self, far_end: FarEnd) -> None:
         """Wait until the engine accepts requests."""
         self._far_end, self._front = far_end, far_end.front
-        self._heard_s = self._looked_s = self._stepped_s = time.monotonic()
+        start = _Start()
         try:
             while not isinstance(ready := self._receive(), Ready):
                 if self._is_closed:
                     raise MachineError("the engine was closed while it was starting")
                 if isinstance(ready, Alive):
-                    self._heard_s = time.monotonic()
-                self._check_alive()
+                    start = _Start()
+                start.check(far_end.cpu_s())
                 self._front.wait(POLL_S)
         except BaseException as error:
             self._close(0.0)
             if isinstance(error, EngineLost):
-                raise MachineError(f"the engine does not start: {error}") from None
+                raise EngineLost(f"the engine does not start: {error}") from None
             raise
+        self._heard_s = self._looked_s = self._stepped_s = time.monotonic()
         self.takes_seeds, self.scores_prompts, self._resumes = ready.takes_seeds, ready.scores_prompts, ready.resumes
 
     def _receive(self) -> Ready | Alive | Began | Stepped | Rested | Followed | Refused | None:

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import msgspec
 
+from xgpt.core.processes import raise_file_limit
 from xrunner.cluster.launching import ALIVE_S, Exited, LauncherSettings, StartWorkers, Working
 from xrunner.cluster.links import Wires, WorkerWires
 from xrunner.cluster.process import ProcessSettings, main
@@ -112,6 +113,7 @@ class Launcher:
 
 def run() -> None:
     """Run a launcher: carry out the orders on standard input until it closes."""
+    raise_file_limit()  # Ray may have started this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the launcher decides when the launcher ends
     output = os.dup(1)
     os.dup2(2, 1)  # keeps output of libraries out of the protocol

@@ -49,7 +49,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class Link:
+class WorkerLink:
     """A stream to another worker. Only one thread may use it."""
 
     def __init__(self, end: socket.socket, worker: int) -> None:
@@ -130,8 +130,8 @@ class Link:
         return MachineError(f"worker {self._worker} has ended")
 
 
-class Memory:
-    """Memory that processes share. It can be an argument of a `multiprocessing.Process`."""
+class SharedMemory:
+    """SharedMemory that processes share. It can be an argument of a `multiprocessing.Process`."""
 
     def __init__(self, size: int, file: int | None = None) -> None:
         if file is None and hasattr(os, "memfd_create"):
@@ -154,8 +154,8 @@ class Memory:
         os.close(self._file)
 
 
-def _attached(file: Any, size: int) -> Memory:
-    return Memory(size, file.detach())
+def _attached(file: Any, size: int) -> SharedMemory:
+    return SharedMemory(size, file.detach())
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,14 @@ class WorkerWires:
     first: int
     count: int
     ends: Mapping[int, Sequence[socket.socket]]
-    memory: Memory
+    memory: SharedMemory
 
 
 class Wires:
     """The streams and the shared memory of a machine's workers. The process that starts the workers makes them."""
 
     def __init__(self, first: int, count: int) -> None:
-        self._memory = Memory(2 * count * SLOT_BYTES)
+        self._memory = SharedMemory(2 * count * SLOT_BYTES)
         ends: dict[int, dict[int, list[socket.socket]]] = {first + i: {} for i in range(count)}
         for a, b in combinations(ends, 2):
             ends[a][b], ends[b][a] = (list(of_one) for of_one in zip(*map(_pair, range(NUM_STREAMS)), strict=True))
@@ -268,7 +268,7 @@ class Links:
     """One worker's links to all others."""
 
     worker: int
-    _links: dict[int, list[Link]] = field(default_factory=dict)
+    _links: dict[int, list[WorkerLink]] = field(default_factory=dict)
     _slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -284,14 +284,14 @@ class Links:
 
     def add(self, worker: int, ends: Sequence[socket.socket]) -> None:
         """Add the streams to a worker."""
-        self._links[worker] = [Link(end, worker) for end in ends]
+        self._links[worker] = [WorkerLink(end, worker) for end in ends]
 
     def close(self) -> None:
         """Close all streams. Nothing may be under way."""
         for link in chain.from_iterable(self._links.values()):
             link.close()
 
-    def of(self, worker: int, stream: int) -> Link:
+    def of(self, worker: int, stream: int) -> WorkerLink:
         return self._links[worker][stream]
 
     def slots_of(self, workers: Sequence[int]) -> list[tuple[Tensor, Tensor]] | None:

@@ -30,7 +30,7 @@ _CALL = struct.Struct(">QIIB")
 
 
 @dataclass
-class _Pending:
+class _Stranger:
     """A connection that has not proved yet that it is a peer."""
 
     nonce: bytes
@@ -100,7 +100,7 @@ class Meeting:
 
     def _await_calls(self, until_s: float) -> None:
         """Answer the calls of workers whose numbers are higher."""
-        pending: dict[socket.socket, _Pending] = {}
+        pending: dict[socket.socket, _Stranger] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while missing := [w for w, of in self._streams.items() if w > self.worker and len(of) < NUM_STREAMS]:
@@ -118,7 +118,7 @@ class Meeting:
                     with contextlib.suppress(OSError):
                         end, _ = self._listener.accept()
                         end.setblocking(False)
-                        pending[end] = _Pending(secrets.token_bytes(_NONCE), now_s + PROVE_S)
+                        pending[end] = _Stranger(secrets.token_bytes(_NONCE), now_s + PROVE_S)
                         selector.register(end, selectors.EVENT_READ)
                         end.send(pending[end].nonce)
                 if len(pending) > MOST_PENDING:
@@ -129,7 +129,7 @@ class Meeting:
         for end in pending:
             end.close()
 
-    def _goes_on(self, end: socket.socket, state: _Pending) -> bool:
+    def _goes_on(self, end: socket.socket, state: _Stranger) -> bool:
         """Read more of a proof. Return False if the connection is refused or has become a stream."""
         size = _CALL.size + _NONCE + _MAC
         try:

@@ -20,7 +20,11 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`. The next loss ends the server."""
+"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`. The next loss ends the server. A start that
+fails is a loss.
+"""
+AGAIN_S = 0.5
+"""Seconds between two starts."""
 
 
 class Handover:
@@ -92,13 +96,17 @@ class Handover:
         Raises:
             MachineError: the engine was lost too often.
         """
+        self.note_loss(error)
+        ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
+        return ended + self.take_back(engine, losses=1)
+
+    def note_loss(self, error: MachineError) -> None:
+        """Count a loss, or a start that has failed. Raises MachineError if there were too many."""
         if too_often(self._lost_s, RESTARTS, PERIOD_S):
             times, minutes = RESTARTS + 1, PERIOD_S / 60
             raise MachineError(
                 f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
             )
-        ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
-        return ended + self.take_back(engine, losses=1)
 
     def take_back(self, engine: RemoteEngine, losses: int = 0) -> list[Token]:
         """Make all requests wait for an engine that is restarted. `losses` is 0 if it is restarted on purpose."""
@@ -284,18 +292,26 @@ class LastingEngine:
 
     async def _restart(self, plan: Plan) -> None:
         refused = ""
-        try:
+        while True:
             try:
                 await asyncio.to_thread(self.engine.restart, plan)
+                break
             except Exception as error:
-                if self._good_plan in (None, plan):
-                    raise
-                refused, plan = str(error), self._good_plan
-                await asyncio.to_thread(self.engine.restart, plan)
-        except Exception as error:
-            self._restarting = None
-            self._fail(error)
-            return
+                if self._good_plan not in (None, plan):
+                    refused, plan = str(error), self._good_plan
+                    continue
+                failed = error
+                if isinstance(error, MachineError) and self._good_plan is not None and not self._is_over:
+                    try:
+                        self._handover.note_loss(error)
+                        logger.error("%s; starting it again", error)
+                        await asyncio.sleep(AGAIN_S)
+                        continue
+                    except MachineError as too_often:
+                        failed = too_often
+                self._restarting = None
+                self._fail(failed)
+                return
         self._restarting, self._good_plan = None, plan
         if self._lost_s is not None:
             logger.info("the engine is back after %.1f s", time.monotonic() - self._lost_s)

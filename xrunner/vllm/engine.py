@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from xgpt.core import policies
 from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
 from xgpt.core.policies import Request
-from xgpt.core.processes import children_of, is_at_work
+from xgpt.core.processes import children_of, cpu_s, is_at_work
 from xgpt.core.schema import Plan
 from xrunner.channel.remote import FrontConnection, KvLimits, OnStep, RemoteEngine
 from xrunner.generation import Generation
@@ -112,6 +113,11 @@ class Instances:
     def is_at_work(self) -> bool:
         """Return whether one of the processes runs or waits for a processor, according to the operating system."""
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds that all processes have used."""
+        own = [reader.process.pid for reader in self._readers]
+        return sum(map(cpu_s, chain(own, chain.from_iterable(map(children_of, own)))))
 
     def end(self, within_s: float) -> None:
         """End all processes. Kill those that do not end by themselves."""

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import resource
 import socket
 import struct
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from uvicorn.server import ServerState
 
 from xgpt.core.errors import MachineError
 from xgpt.core.network import address_text
+from xgpt.core.processes import raise_file_limit
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.writers import COMMENT
@@ -53,7 +53,6 @@ SURPLUS = 16
 """Number of connections beyond the limit, for probes, which must see that the server runs even if all other connections
 are busy."""
 MAX_CONNECTIONS = 8192
-MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
 """Shortest and longest interval between two checks of whether a client that has stopped sending still reads."""
 
@@ -77,14 +76,11 @@ def most_connections() -> int:
     Raises:
         MachineError: the limit of open files is too low to serve.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    most = raise_file_limit()
     num_open = len(os.listdir("/dev/fd"))
-    room = max(soft, most) - num_open - RESERVED_FILES - SURPLUS
+    room = most - num_open - RESERVED_FILES - SURPLUS
     if room < SURPLUS:
-        raise MachineError(f"{max(soft, most)} open files are too few to serve: raise the limit (ulimit -n 4096)")
+        raise MachineError(f"{most} open files are too few to serve: raise the limit (ulimit -n 4096)")
     return min(room, MAX_CONNECTIONS)
 
 

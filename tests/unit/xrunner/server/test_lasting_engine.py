@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from tests.fakes import fake_plan
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.schema import Plan
 from xrunner.channel import EngineLost
 from xrunner.channel.remote import RemoteEngine
@@ -78,14 +78,21 @@ def served(
     running: Plan,
     note: Callable[[LastingEngine, list[Token]], None] = lambda lasting, tokens: None,
     on_return: Callable[[Plan], None] = lambda plan: None,
+    failures: list[str] | None = None,
 ) -> None:
-    """Serve one request to its end; `note` is called with the tokens of each step."""
+    """Serve one request to its end, or until the engine has failed; `note` is called with the tokens of each step."""
     done = asyncio.Event()
 
     def on_step(tokens: list[Token], records: object) -> None:
         note(lasting, tokens)
         if any(token.finish for token in tokens):
             done.set()
+
+    failed = [] if failures is None else failures
+
+    def on_failed(error: XgptError) -> None:
+        failed.append(str(error))
+        done.set()
 
     async def run() -> None:
         lasting.start()
@@ -98,9 +105,10 @@ def served(
         running=lambda: running,
         on_step=on_step,
         on_return=on_return,
-        on_failed=lambda error: pytest.fail(str(error)),
+        on_failed=on_failed,
     )
     asyncio.run(run())
+    assert failed == [] or failures is not None
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -132,6 +140,31 @@ class MortalEngine(CountingEngine):
             self.num_steps += 1
             raise EngineLost("its process has ended")
         return super().step()
+
+
+class LateEngine(MortalEngine):
+    """Is lost once, and then fails to start some times."""
+
+    def restart(self, plan: Plan) -> None:
+        if self._bad:
+            self._bad -= 1
+            raise EngineLost("the engine does not start: its process has ended: signal 9")
+        super().restart(plan)
+
+
+def test_a_start_that_fails_is_one_loss_and_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Once it ended the server with all requests."""
+    tokens: list[int] = []
+    served(LateEngine(2), fake_plan(), lambda _, step: tokens.extend(token.token for token in step))
+    assert tokens == list(range(TOKENS))
+    assert sum("starting it again" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_an_engine_that_does_not_start_any_more_ends_the_server() -> None:
+    failures: list[str] = []
+    served(LateEngine(9), fake_plan(), failures=failures)
+    (failure,) = failures
+    assert "lost 4 times within 10 minutes" in failure and failure.endswith("signal 9")
 
 
 def test_the_log_says_when_a_lost_engine_is_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -317,13 +317,13 @@ def test_shutdown_ends_what_is_left_with_an_error(stream: bool, caplog: pytest.L
 def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, while it goes on to report that it is alive; or stopped before it has built anything."""
     if is_stopped:
-        monkeypatch.setattr(remote, "SILENCE_S", 1.0)
+        monkeypatch.setattr(remote, "START_SILENCE_S", 1.0)
         monkeypatch.setattr(remote, "POLL_S", 0.05)
         monkeypatch.setattr(EngineHost, "read", lambda _: None)
         monkeypatch.setattr(EngineHost, "run", lambda _: time.sleep(3))
         engine = fake_engine(FakeExecutor())
         far_end = EngineThreads(engine)
-        with pytest.raises(MachineError, match="does not start: its process has reported nothing for"):
+        with pytest.raises(MachineError, match="does not start: its process has reported and done nothing for"):
             remote.RemoteEngine(far_end, engine.pool, lambda _: far_end, lambda _: engine.pool)
         far_end.end(10)
         return
