@@ -83,15 +83,15 @@ def json_rule(schema: dict[str, Any]) -> str:
     return "object" if schema == ANY_OBJECT else f"%json {json.dumps(schema | OPTIONS)}"
 
 
-def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that a regular expression matches from beginning to end."""
-    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
-    return f"start: /{escaped}/"
+def regex_rule(pattern: str) -> str:
+    """Return a Lark term of the texts that a regular expression matches from beginning to end."""
+    escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern)
+    return f"/{escaped}/"
 
 
-def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of which these texts are the only outputs."""
-    return f"start: {' | '.join(map(json.dumps, choices))}"
+def choice_rule(choices: Sequence[str]) -> str:
+    """Return a Lark term of these texts."""
+    return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)})"
 
 
 def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool, may_lack_end: bool) -> str:

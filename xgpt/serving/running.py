@@ -74,6 +74,8 @@ def running(
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
             ends.add(codec.eos_token_id)
+        if codec is not None and codec.chat_template is not None:
+            print(codec.form, file=sys.stderr, flush=True)
         names = tuple(filter(None, (plan.model.name, id_of(plan.checkpoint))))
         yield (
             client,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 import secrets
@@ -80,6 +81,11 @@ class CallList:
                 found.append(piece)
         self._pieces.clear()
         return found
+
+
+def short_id(id_: str) -> str:
+    """Return the id of nine letters and digits that stands for an id: the same one each time."""
+    return id_ if re.fullmatch("[A-Za-z0-9]{9}", id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]
 
 
 def new_id(*, short: bool) -> str:

@@ -104,11 +104,11 @@ class OutputForm:
         calls = replace(self.calls, openings=OBJECTS, ends=()) if is_call else self.calls
         return OutputReader(calls, self.thought, takes_calls=takes_calls, is_call=is_call, most=most, types=types)
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, formatted: dict[str, Any] | None = None) -> str | None:
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, formatted: str | None = None) -> str | None:
         """Return the grammar of an output, after any reasoning, or None if the output is not restricted.
 
         Args:
-            formatted: the JSON schema of the answer. None means that the answer is free text.
+            formatted: a Lark term of the answer. None means that the answer is free text.
         """
         schemas = {} if choice == "none" else _schemas(tools, choice)
         if not schemas and formatted is None:
@@ -123,7 +123,7 @@ class OutputForm:
         elif formatted is None:
             answer = f"answer: {' | '.join(self._called(self.calls.bare, *each) for each in schemas.items())}\n"
         else:
-            answer = f"answer: {json_rule(formatted)}{' | calls' if schemas else ''}\n"
+            answer = f"answer: {formatted}{' | calls' if schemas else ''}\n"
             answer += self._only(schemas) if schemas else ""
         if not answer or self.thought is None:
             return answer and f"start: answer\n{answer}{TEXT_RULE}"
@@ -219,7 +219,7 @@ class OutputForm:
         codes = {"%i": "/[A-Za-z0-9]{9}/" if self.calls.short_ids else "/[0-9]+/", "%_": "WS?", "%-": "WS?"}
         return " ".join(codes.get(part) or self.terms(part) for part in found if part)
 
-    def _on_channels(self, schemas: Schemas, formatted: dict[str, Any] | None, *, is_free: bool) -> str:
+    def _on_channels(self, schemas: Schemas, formatted: str | None, *, is_free: bool) -> str:
         """Return the grammar of messages on channels: messages of reasoning, then calls or an answer."""
         channel, message, constrain, start, end = (
             self.terms(mark) for mark in ("<|channel|>", MESSAGE, "<|constrain|>", "<|start|>", "<|end|>")
@@ -239,7 +239,7 @@ class OutputForm:
             called = [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in schemas.items()]
             ways.append(f'{channel} "commentary to=functions." ({" | ".join(called)})')
         if formatted is not None:
-            ways.append(f'{channel} "final" (" "? {constrain} "json")? {message} {json_rule(formatted)}')
+            ways.append(f'{channel} "final" (" "? {constrain} "json")? {message} {formatted}')
         analysis = f'analysis: {channel} "analysis" {message} TEXT {end} {start} "assistant"\n'
         return f"start: analysis* ({' | '.join(ways)})\n{analysis}{head}{TEXT_RULE}"
 

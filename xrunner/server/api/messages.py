@@ -20,9 +20,9 @@ from xrunner.server.api.protocol import (
     Count,
     JsonSchema,
     JsonSchemaFormat,
+    Parts,
     Sampled,
     Stop,
-    TextPart,
     reasoning_switch,
 )
 from xrunner.server.api.tools import (
@@ -191,7 +191,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
         return Translated(self.chat(), MessagesWriter(self.model, self.max_tokens), NAMES)
 
 
-def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
+def _texts(content: str | list[ContentBlock], field: str) -> str | Parts:
     """Return a content that consists only of texts. Raises ApiError (400)."""
     if isinstance(content, str):
         return content

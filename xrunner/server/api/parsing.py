@@ -46,6 +46,7 @@ FREE_FIELDS = (
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
     *("context_management", "diagnostics", "fallbacks", "moderation", "prompt_cache_options", "access_programs"),
     *("background_options", "image", "client_metadata", "conversation", "cache_control", "mcp_servers", "container"),
+    "structured_outputs",
 )
 """Fields in which clients may put anything, or whose text the server does not read."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
@@ -143,7 +144,7 @@ def _explained(says: str, kind: Any) -> str:
     """Return msgspec's message for clients: with the nearest known field, or in plain words for common mistakes."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
         if match[1] in VLLM_FIELDS:
-            return f"{match[1]}: send a chat with a JSON schema in response_format instead"
+            return f"{match[1]}: send a chat with structured_outputs, or with a JSON schema in response_format"
         return says + nearest(match[1], [field.encode_name for field in msgspec.structs.fields(kind)])
     if match := re.fullmatch(r"Expected `array` of length >= 1 - at `\$\.(\w+)`", says):
         return f"{match[1]}: send at least one"

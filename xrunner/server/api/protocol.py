@@ -18,6 +18,7 @@ In addition to OpenAI's fields a request may carry:
       The header X-Deadline-S has the same effect, and the shorter time counts.
     add_generation_prompt, chat_template_kwargs (chat): variables of the template, as is `reasoning_effort`.
     continue_final_message (chat): whether the answer continues the last message.
+    structured_outputs (chat): vLLM's restrictions of the output: choice, regex, json or json_object.
 
 If the checkpoint has a tokenizer, an output can be restricted to a JSON schema (`response_format`), to calls of
 functions with their schemas (`tools`), or to one of the two. If the model writes reasoning before the output, the
@@ -34,7 +35,8 @@ import msgspec
 from msgspec import Meta
 
 from xrunner.generation import SamplingParams
-from xrunner.server.api.calls import types_of
+from xrunner.grammar import ANY_OBJECT, choice_rule, json_rule, regex_rule
+from xrunner.server.api.calls import short_id, types_of
 from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.reader import OutputReader
@@ -389,6 +391,19 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """A refusal in an earlier answer."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Parts = list[TextPart | RefusalPart]
+
+
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's message may have no content. A message with a function's result names the call.
 
@@ -396,7 +411,7 @@ class ChatMessage(msgspec.Struct):
     """
 
     role: Annotated[str, Meta(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -415,8 +430,12 @@ class ChatMessage(msgspec.Struct):
         for call in self.tool_calls or ():
             yield from (call.id, call.function.name, call.function.arguments)
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that templates expect. In this form, the arguments of calls are objects."""
+    def for_template(self, *, short_ids: bool = False) -> dict[str, Any]:
+        """Return the message in the form that templates expect. In this form, the arguments of calls are objects.
+
+        Args:
+            short_ids: whether ids of calls must have nine letters or digits. Those of other servers are replaced.
+        """
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
@@ -426,6 +445,10 @@ class ChatMessage(msgspec.Struct):
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if short_ids:
+            for shown, name in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", ()))):
+                if name in shown:
+                    shown[name] = short_id(shown[name])
         return message
 
 
@@ -446,6 +469,14 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
             "messages",
             f"{arguments} characters of arguments in tool_calls are too many; at most {MAX_ARGUMENTS} are accepted",
         )
+
+
+def check_continued(request: ChatRequest | TokenizeRequest) -> None:
+    """Refuse to continue a message that is not the assistant's. Raises ApiError (400)."""
+    is_last = request.messages is not None and request.messages[-1].role == "assistant"
+    if request.continue_final_message and (request.add_generation_prompt or not is_last):
+        reason = "it needs add_generation_prompt false and a last message of the assistant"
+        refuse("continue_final_message", reason)
 
 
 def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
@@ -474,6 +505,25 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forb
     """A value of a JSON schema."""
 
     json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's restrictions of an output: texts, a regular expression, or a JSON schema. One of them must be given."""
+
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    regex: str | None = None
+    json: dict[str, Any] | None = None
+    json_object: bool | None = None
+
+    @property
+    def rule(self) -> str:
+        """Return a Lark term of the output. Raises ApiError (400)."""
+        given = [name for name in self.__struct_fields__ if getattr(self, name)]
+        if len(given) != 1:
+            refuse("structured_outputs", "send one of choice, regex, json and json_object")
+        if self.choice is not None:
+            return choice_rule(self.choice)
+        return json_rule(self.json or ANY_OBJECT) if self.regex is None else regex_rule(self.regex)
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -509,6 +559,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     functions: Any = None
     function_call: Any = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -523,6 +574,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         if field == "tools":
             tools = enumerate(self.tools or ())
             return [(f"[{i}].function.parameters", tool.function.parameters or {}) for i, tool in tools]
+        if self.structured_outputs is not None:
+            return [("json", self.structured_outputs.json or {})]
         if isinstance(self.response_format, JsonSchemaFormat):
             return [("json_schema.schema", self.response_format.json_schema.schema)]
         return []
@@ -535,9 +588,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
                 refuse("messages", f"messages[{number}] has no content; only messages of the assistant may have none")
         self._allow_tools()
         self._check_tools()
-        if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
-            reason = "it needs add_generation_prompt false and a last message of the assistant"
-            refuse("continue_final_message", reason)
+        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+            refuse("structured_outputs", "response_format also restricts the output; send one of the two")
+        check_continued(self)
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "it needs logprobs: true; send that as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -557,12 +610,13 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     @property
     def num_text_bytes(self) -> int:
         texts = sum(getsizeof(text) for message in self.messages for text in message.texts)
-        return texts + memory_of(self.tools, self.chat_template_kwargs, self.response_format)
+        return texts + memory_of(self.tools, self.chat_template_kwargs, self.response_format, self.structured_outputs)
 
     def forget_text(self) -> None:
         kept = {"grammar": self.grammar, "choice": self.chosen_tools, "types": types_of(self.tools or ())}
         self.__dict__ |= {f"kept_{name}": value for name, value in kept.items()}
-        self.messages, self.tools, self.response_format, self.chat_template_kwargs = [], None, None, None
+        self.messages, self.tools, self.chat_template_kwargs = [], None, None
+        self.response_format = self.structured_outputs = None
 
     @property
     def goes_on(self) -> bool:
@@ -584,21 +638,30 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             kept: str | None = self.__dict__["kept_grammar"]
             return kept
         choice = "none" if "is_free" in self.__dict__ else self.chosen_tools
-        return self.form.grammar(self.tools or (), choice, self.answer_schema)
+        return self.form.grammar(self.tools or (), choice, self.answer_rule)
 
     @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of an answer that is not a call, or None if the answer is free text."""
+    def answer_rule(self) -> str | None:
+        """Return a Lark term of an answer that is not a call, or None if the answer is free text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.rule
         match self.response_format:
             case JsonObjectFormat():
-                return {"type": "object"}
+                return json_rule(ANY_OBJECT)
             case JsonSchemaFormat(json_schema):
-                return json_schema.schema
+                return json_rule(json_schema.schema)
         return None
 
     @property
+    def format_field(self) -> str | None:
+        """Return the name of the field that restricts the answer."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return None if isinstance(self.response_format, TextFormat | None) else "response_format"
+
+    @property
     def is_held(self) -> bool:
-        return self.answer_schema is not None or self.chosen_tools != "none"
+        return bool(self.format_field) or self.chosen_tools != "none"
 
     @property
     def may_fill_context(self) -> bool:
@@ -659,7 +722,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool = False
@@ -674,6 +738,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Check that the request has either a prompt or messages. Raises ApiError (400)."""
         if self.messages is not None:
             _check_parts(self.messages)
+            check_continued(self)
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "send either prompt or messages, not both or neither")
 

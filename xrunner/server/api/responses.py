@@ -24,12 +24,12 @@ from xrunner.server.api.protocol import (
     JsonSchema,
     JsonSchemaFormat,
     OpenAiFields,
+    Parts,
     TextFormat,
-    TextPart,
 )
 from xrunner.server.api.response_tools import CallItems, Chosen, ResponseTool, Toolbox, arguments_of, flat_name
 from xrunner.server.api.tools import MAX_TOOLS, FunctionCall, ToolCall
-from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
+from xrunner.server.api.translated import AnswerBlock, BlockWriter, Kind, Translated, named_event, new_id, parts_of
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport, scored_token
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
     return messages
 
 
-def _content(content: str | list[ContentPart] | None) -> str | list[TextPart]:
+def _content(content: str | list[ContentPart] | None) -> str | Parts:
     if isinstance(content, str):
         return content
     return parts_of(_texts(content)) if content else ""
@@ -272,7 +272,7 @@ class ResponsesWriter(BlockWriter):
     def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
         place, logprobs = self._place(block), _listed(self._logprobs)
         self._logprobs = bytearray()
-        item = self._item(block, text, "completed", logprobs)
+        item = self._item(block, text, _ended(block.kind, text, is_cut=self._is_cut), logprobs)
         if block.kind == "call" and self._is_custom(block):
             yield self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
             yield self._event("response.custom_tool_call_input.done", **place, input=item["input"])
@@ -309,8 +309,11 @@ class ResponsesWriter(BlockWriter):
         if choice.text or not (items or choice.calls):
             items.append(self._item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
         for call in choice.calls:
-            called, status = call.function, "completed"
-            items.append(self._calls.item(new_id("fc"), call.id, called.name, called.arguments, status))
+            called = call.function
+            items.append(self._calls.item(new_id("fc"), call.id, called.name, called.arguments, "completed"))
+        kind: Kind = "call" if choice.calls else "text"
+        last = choice.calls[-1].function.arguments if choice.calls else ""
+        items[-1]["status"] = _ended(kind, last, is_cut=choice.finish == "length")
         return self._response(_status(choice.finish), items, self._usage(prompt, choice.num_tokens))
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
@@ -365,6 +368,17 @@ class ResponsesWriter(BlockWriter):
 
 def _status(finish: str | None) -> str:
     return "incomplete" if finish == "length" else "completed"
+
+
+def _ended(kind: Kind, text: str, *, is_cut: bool) -> str:
+    """Return the status of the last item. Agents run calls that are completed, so a call that was cut off is not."""
+    if is_cut and kind == "call":
+        try:
+            msgspec.json.decode(text)
+            return "completed"
+        except (ValueError, RecursionError):
+            pass
+    return "incomplete" if is_cut else "completed"
 
 
 def _listed(items: bytes | bytearray) -> msgspec.Raw:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import msgspec
 
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import ChatRequest, TextPart
+from xrunner.server.api.protocol import ChatRequest, Parts, TextPart
 from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Translated:
         raise renamed from None
 
 
-def parts_of(texts: Sequence[str]) -> str | list[TextPart]:
+def parts_of(texts: Sequence[str]) -> str | Parts:
     """Return a message's content: a string for one text, parts for several."""
     return texts[0] if len(texts) == 1 else [TextPart(text) for text in texts]
 
@@ -85,6 +85,8 @@ class BlockWriter(AnswerWriter):
         self._has_calls = False
         self._last: Delta | None = None
         self._has_begun = False
+        self._is_cut = False
+        """Whether the limit on tokens has ended the open block."""
 
     @abstractmethod
     def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
@@ -133,6 +135,7 @@ class BlockWriter(AnswerWriter):
         out: list[bytes] = []
         if not self._num_blocks:
             out += self.opened(self._open("text", 0, None))
+        self._is_cut = self._last.finish == "length"
         out += self._close()
         out += self.ended(self._last, prompt, completion_tokens)
         return b"".join(out)

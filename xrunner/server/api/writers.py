@@ -252,7 +252,7 @@ class CompletionWriter(Writer):
             "tokens": report.text,
             "token_logprobs": report.logprob,
             # Tokens with the same text (parts of characters) have one entry, with the highest log probability.
-            "top_logprobs": _with_chosen(report) if report.top else None,
+            "top_logprobs": None if report.logprob is None else _with_chosen(report),
             "text_offset": report.offset,
         }
 

@@ -87,11 +87,11 @@ class Prompts:
         variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
             refuse("chat_template_kwargs", f"together with tools it exceeds {MAX_VARIABLES_BYTES} bytes; send less")
-        template = self._codec.chat_template
+        template, short_ids = self._codec.chat_template, self._codec.form.calls.short_ids
 
         def render() -> str:
             return template.render(
-                [message.for_template() for message in messages],
+                [message.for_template(short_ids=short_ids) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,

@@ -231,7 +231,8 @@ class Service:
                     request.messages,
                     request.tools or [],
                     request.chat_template_kwargs,
-                    add_generation_prompt=request.add_generation_prompt,
+                    add_generation_prompt=request.add_generation_prompt is not False,
+                    continue_final_message=bool(request.continue_final_message),
                 )
             else:
                 text = request.prompt or ""
@@ -272,8 +273,8 @@ class Service:
         try:
             grammar = request.grammar
         except RecursionError:
-            field = "tools" if request.chosen_tools != "none" else "response_format"
-            refuse(field, "its JSON schema nests too deeply; send a flatter one")
+            field = "tools" if request.chosen_tools != "none" else request.format_field
+            refuse(field or "tools", "its JSON schema nests too deeply; send a flatter one")
         if grammar is None or (reason := await self._why_not(info, grammar)) is None:
             return
         is_strict = any(tool.function.strict for tool in request.tools or ())
@@ -282,8 +283,8 @@ class Service:
             if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
                 return
         said, part = _first_line(reason), "it"
-        field = "tools" if request.chosen_tools != "none" else "response_format"
-        for tried in ("response_format", "tools"):
+        field = ("tools" if request.chosen_tools != "none" else request.format_field) or "tools"
+        for tried in (request.format_field or "tools", "tools"):
             if part == "it" and (part := await self._wrong_part(info, request.schemas(tried), said)) != "it":
                 field = tried
         refuse(field, f"{part} is not accepted: {cut(said)}")

@@ -305,6 +305,30 @@ def test_a_streamed_message_is_the_whole_one(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
+    ("cut_after", "statuses"),
+    [
+        ("Let me", ["incomplete"]),
+        ("I lo", ["completed", "incomplete"]),
+        ('{"place":"R', ["completed", "completed", "incomplete"]),
+        ('{"place":"Rome"}}', ["completed", "completed", "completed"]),
+    ],
+)
+def test_what_a_limit_cuts_off_is_incomplete(url: str, stream: bool, cut_after: str, statuses: list[str]) -> None:
+    """Agents run calls that are completed."""
+    most = SAID.index(cut_after) + len(cut_after)
+    asked: dict[str, Any] = {"input": say(SAID), "max_output_tokens": most, "tools": [TOOL]}
+    if stream:
+        streamed = events(url, "/v1/responses", **asked)
+        found = [each["item"]["status"] for each in streamed if each["type"] == "response.output_item.done"]
+        answer = streamed[-1]["response"]
+    else:
+        answer = post(url, "/v1/responses", **asked).json()
+        found = statuses
+    assert answer["status"] == "incomplete" and found == statuses == [item["status"] for item in answer["output"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
     ("fields", "text", "reason", "stopped_at"),
     [
         ({"max_tokens": 5}, "It is", "max_tokens", None),

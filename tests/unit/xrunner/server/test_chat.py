@@ -30,7 +30,9 @@ from xgpt.core.errors import InputError
 from xrunner.grammar import Grammars
 from xrunner.server.api import rendering
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.protocol import ChatMessage
 from xrunner.server.api.text import load_tokenizer
+from xrunner.server.api.tools import FunctionCall, ToolCall
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé"}]
@@ -126,7 +128,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert choice.logprobs.top_logprobs == [{"A": -1, "B": -2}, {"B": -1, "C": -2}, {"C": -1, "D": -2}]
     assert choice.logprobs.text_offset == [0, 1, 2]
     none = client.completions.create(model="fake", prompt=prompt, max_tokens=1, logprobs=0).choices[0]
-    assert none.logprobs.top_logprobs == [None]
+    assert none.logprobs.top_logprobs == [{"A": -1}]  # as in vLLM; typed clients expect an object for each token
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -250,6 +252,26 @@ def test_pieces_of_a_character_tell_their_bytes(client: openai.OpenAI) -> None:
         assert entry.bytes is not None
         if token in alphabet and "\ufffd" in entry.token:
             assert bytes(entry.bytes).decode(errors="replace") == entry.token and len(entry.bytes) == 1
+
+
+def test_a_refusal_is_text(client: openai.OpenAI) -> None:
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    url = str(client.base_url).removesuffix("v1/")
+    body = {"model": "fake", "messages": [*MESSAGES, refusal, *MESSAGES], "max_tokens": 1}
+    assert httpx.post(f"{url}v1/chat/completions", json=body).status_code == 200
+    body = {"messages": [*MESSAGES, refusal], "continue_final_message": True}
+    tokens = httpx.post(f"{url}tokenize", json=body).json()["tokens"]
+    assert httpx.post(f"{url}detokenize", json={"tokens": tokens}).json()["prompt"].endswith("no")
+    assert httpx.post(f"{url}tokenize", json=body | {"messages": MESSAGES}).status_code == 400
+
+
+def test_ids_of_other_servers_fit_mistrals_templates() -> None:
+    calls = [ToolCall(FunctionCall("f", "{}"), id_) for id_ in ("call_0123456789abcdef", "abcdefgh1")]
+    said, result = ChatMessage("assistant", tool_calls=calls), ChatMessage("tool", "x", tool_call_id=calls[0].id)
+    shown = [message.for_template(short_ids=True) for message in (said, result)]
+    first, second = (call["id"] for call in shown[0]["tool_calls"])
+    assert shown[1]["tool_call_id"] == first and len(first) == 9 and first.isalnum() and second == "abcdefgh1"
+    assert said.for_template()["tool_calls"][0]["id"] == calls[0].id
 
 
 def test_a_message_is_continued(client: openai.OpenAI) -> None:

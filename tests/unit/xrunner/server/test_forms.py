@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.attack.target import save_checkpoint
 from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
-from xrunner.grammar import Grammars
+from xrunner.grammar import Grammars, json_rule
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.formats import (
@@ -31,6 +31,7 @@ from xrunner.server.api.formats import (
     Marks,
     thought_after,
 )
+from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.text import TextCodec
 from xrunner.server.api.tools import Tool
 
@@ -44,6 +45,7 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
 TOOLS = msgspec.convert([TOOL], list[Tool])
+VALUE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 STRICT = msgspec.convert([TOOL | {"function": TOOL["function"] | {"strict": True}}], list[Tool])
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place":"Rome"}}\n</tool_call>'
 
@@ -139,6 +141,34 @@ def test_reasoning_and_calls_come_apart_from_the_answer(
     assert parts.get("arguments") == arguments
 
 
+@pytest.mark.parametrize(("family", "begin"), [("think", "<think>"), ("harmony", "<|channel|>analysis<|message|>")])
+def test_stop_strings_end_the_answer_and_not_the_reasoning(servers: dict[str, str], family: str, begin: str) -> None:
+    end = "</think>" if family == "think" else "<|end|><|start|>assistant<|channel|>final<|message|>"
+    said = f"{begin}I restate Question: here.{end}Answer: 42 Question: no"
+    choice = ask(servers[family], said, stop=["Question:"])
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("I restate Question: here.", "Answer: 42 ")
+    parts = ask_streamed(servers[family], said, stop=["Question:"])
+    assert choice["finish_reason"] == "stop" and parts["content"] == "Answer: 42 "
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        ({"choice": ["yes", 'né/"']}, ["yes", 'né/"'], ["no", "yesno", ""]),
+        ({"regex": r"a/b\d{2}"}, ["a/b12"], ["a/b1"]),
+        ({"json": VALUE}, ['{"n": 1}'], ['{"n": 3}']),
+        ({"json_object": True}, ["{}", '{"a" : [1]}'], ["1"]),
+    ],
+)
+def test_vllms_restrictions_hold(small: Path, wanted: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    grammars, tokenizer, _ = grammars_of(small, [], special=False)
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "structured_outputs": wanted}
+    grammar = parse_chat(json.dumps(body).encode()).grammar
+    assert all(holds(grammars, tokenizer, grammar, text) for text in right)
+    assert not any(holds(grammars, tokenizer, grammar, text) for text in wrong)
+
+
 def test_a_prompt_says_whether_an_output_begins_with_reasoning(servers: dict[str, str]) -> None:
     url = servers["think"]
     said = "I see\n</think>\n\nRome"
@@ -178,7 +208,6 @@ def holds(grammars: Grammars, tokenizer: Tokenizer, grammar: str | None, text: s
     return mask is not None and bool(np.flatnonzero(mask)[0] >= 0 and mask[2])
 
 
-VALUE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 OBJECT_CALL = '{"name": "weather", "arguments": {"place":"Rome"}}'
 
 
@@ -201,7 +230,7 @@ def test_an_output_that_is_held_to_something_may_think_first(small: Path, added:
     grammars, tokenizer, tokens = grammars_of(small, added, special=False)
     form = OutputForm.of("</think>", tokens)
     for grammar_of, right, wrong in (
-        (lambda form: form.grammar((), "none", VALUE), '{"n":1}', '{"n":3}'),
+        (lambda form: form.grammar((), "none", json_rule(VALUE)), '{"n":1}', '{"n":3}'),
         (lambda form: form.grammar(TOOLS, "required"), OBJECT_CALL, OBJECT_CALL.replace("Rome", "Paris")),
     ):
         free, opened, closed = (grammar_of(form.after(prompt)) for prompt in ("a", "<think>\n", "</think>\n\n"))
@@ -231,11 +260,11 @@ def test_an_output_that_is_held_to_something_may_think_first(small: Path, added:
 )
 def test_an_output_with_functions_and_a_format_is_one_or_the_other(small: Path, form: OutputForm, call: str) -> None:
     grammars, tokenizer, _ = grammars_of(small, [], special=False)
-    grammar = form.grammar(STRICT, "auto", VALUE)
+    grammar = form.grammar(STRICT, "auto", json_rule(VALUE))
     assert holds(grammars, tokenizer, grammar, call) and holds(grammars, tokenizer, grammar, '{"n":2}')
     assert not holds(grammars, tokenizer, grammar, "text") and not holds(grammars, tokenizer, grammar, '{"n":3}')
     assert not holds(grammars, tokenizer, grammar, call.replace("Rome", "Paris"))
-    assert form.grammar(STRICT, "none", VALUE) == form.grammar((), "auto", VALUE)
+    assert form.grammar(STRICT, "none", json_rule(VALUE)) == form.grammar((), "auto", json_rule(VALUE))
 
 
 def test_outputs_of_gpt_oss_are_held_on_their_channels(small: Path) -> None:
@@ -249,9 +278,9 @@ def test_outputs_of_gpt_oss_are_held_on_their_channels(small: Path) -> None:
         assert holds(grammars, tokenizer, free, text)
     assert not holds(grammars, tokenizer, free, call.replace("Rome", "Paris"))
     both, required, formatted = (
-        form.grammar(STRICT, "auto", VALUE),
-        form.grammar(TOOLS, "required", VALUE),
-        form.grammar((), "none", VALUE),
+        form.grammar(STRICT, "auto", json_rule(VALUE)),
+        form.grammar(TOOLS, "required", json_rule(VALUE)),
+        form.grammar((), "none", json_rule(VALUE)),
     )
     for begun in ("", analysis):
         assert [holds(grammars, tokenizer, each, begun + call) for each in (both, required, formatted)] == [1, 1, 0]
@@ -352,7 +381,7 @@ def test_reasoning_is_free_also_where_it_quotes_a_call(small: Path, marks: list[
             (STRICT, "auto", None, CALL, CALL.replace("Rome", "Paris")),
             (TOOLS, "auto", None, CALL.replace("Rome", "Paris"), CALL.replace('"Rome"', "Rome")),
             (STRICT, "required", None, OBJECT_CALL, OBJECT_CALL.replace("Rome", "Paris")),
-            ((), "none", VALUE, '{"n": 1}', '{"n": 3}'),
+            ((), "none", json_rule(VALUE), '{"n": 1}', '{"n": 3}'),
         ):
             grammar = opened.grammar(tools, choice, value)  # type: ignore[arg-type]
             if not marks and begin and choice == "auto":

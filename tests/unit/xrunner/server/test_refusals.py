@@ -49,7 +49,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
             "/v1/chat/completions",
             {"messages": [USER], "guided_json": {}},
             400,
-            "guided_json: send a chat with a JSON schema in response_format instead",
+            "guided_json: send a chat with structured_outputs, or with a JSON schema in response_format",
         ),
         (
             "/v1/chat/completions",
