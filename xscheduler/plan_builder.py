@@ -134,6 +134,7 @@ def _estimate(problem: Problem, space: Space, values: dict[str, float], memory_b
             *_beyond_profile(problem.profile, space, values),
             *_taken_from_another(problem),
             *_set_aside(problem),
+            *_unsupported(problem),
         ),
     )
 
@@ -165,6 +166,13 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
         f"{problem.model.name} also reads images or sound, and the plan does not count the memory that the engine "
         "reserves for them: serve only text (vLLM's --language-model-only), or plan with a smaller share of the memory",
     )
+
+
+def _unsupported(problem: Problem) -> tuple[str, ...]:
+    """Return a warning if the model's config.json has fields that xgpt does not know."""
+    if not (names := problem.model.unsupported):
+        return ()
+    return (f"config.json of {problem.model.name}: taken to change no size: {', '.join(names)}",)
 
 
 def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) -> tuple[str, ...]:

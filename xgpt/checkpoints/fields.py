@@ -1,11 +1,13 @@
-"""The known fields of config.json: fields that are read, and fields without effect. Any other field is an error.
+"""The known fields of config.json: fields that are read, and fields without effect.
 
-`transformers` 5 keeps unknown fields in the config, and a model's code may read them. So fields that are not in these
-tables are not ignored.
+`transformers` 5 keeps unknown fields in the config, and a model's code may read them. So xgpt's own engine runs no
+model with a field that is not in these tables. Plans for other engines name such a field, and assume that it changes no
+size. A field that is named like a size is an error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +23,8 @@ def words(text: str) -> frozenset[str]:
 BOOKKEEPING = words("""
     _attn_implementation _attn_implementation_autoset _name_or_path architectures auto_map attn_implementation
     chunk_size_feed_forward classifier_dropout finetuning_task gradient_checkpointing id2label is_decoder label2id
-    max_window_layers num_labels output_attentions output_hidden_states output_past pad_token_id prefix pretraining_tp
+    max_sequence_length max_window_layers num_labels output_attentions output_hidden_states output_past pad_token_id
+    prefix pretraining_tp
     problem_type return_dict sep_token_id task_specific_params tf_legacy_loss tokenizer_class torchscript
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """)
@@ -214,11 +217,18 @@ FIELDS: Mapping[str, Fields] = {
 """The fields of each model_type."""
 
 
-def check_fields(family: str, config: Mapping[str, Any]) -> None:
-    """Check that all fields of a config.json, and their values, are known.
+SIZE = re.compile(
+    r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"
+    r"|size|state|top_?k|width|window|decoder"
+)
+"""Matches the names of sizes, and of settings that decide which layers there are."""
+
+
+def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of a config.json that are not known, or whose values are not.
 
     Raises:
-        InputError: a field or its value is not known. The message names the field.
+        InputError: such a field is named like a size, or contradicts another one. The message names the field.
     """
     known = FIELDS[family]
     passed = (
@@ -228,25 +238,25 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
         | COMMON
         | ((BOOKKEEPING | TRAINING | SEARCH) - known.only.keys())
     )
-    only = NOTHING | known.only
+    only, found = NOTHING | known.only, list[str]()
     for name, value in config.items():
         if name in only:
-            if not any(value == accepted and type(value) is type(accepted) for accepted in only[name]):
-                accepted = " or ".join(repr(one) for one in only[name])
-                raise InputError(f"config.json: {name}", value, f"xgpt supports only {accepted}")
+            if any(value == accepted and type(value) is type(accepted) for accepted in only[name]):
+                continue
+            accepted = f"xgpt supports only {' or '.join(repr(one) for one in only[name])}"
         elif name in known.aliases:
             if value not in (None, config.get(known.aliases[name])):
-                raise InputError(
-                    f"config.json: {name}",
-                    value,
-                    f"it must equal {known.aliases[name]}, which is {config.get(known.aliases[name])!r}",
-                )
-        elif name not in passed and not _is_off(name, value):
-            raise InputError(
-                f"config.json: {name}",
-                value,
-                f"xgpt does not know this field of {family}; remove it if it has no effect on the model",
-            )
+                equal = f"it must equal {known.aliases[name]}, which is {config.get(known.aliases[name])!r}"
+                raise InputError(f"config.json: {name}", value, equal)
+            continue
+        elif name in passed or _is_off(name, value):
+            continue
+        else:
+            accepted = f"xgpt does not know this field of {family}; remove it if it has no effect on the model"
+        if SIZE.search(name):
+            raise InputError(f"config.json: {name}", value, accepted)
+        found.append(name)
+    return tuple(sorted(found))
 
 
 def _is_off(name: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from xgpt.checkpoints.families import given_by_default, language_model, tower_params
-from xgpt.checkpoints.fields import check_fields
+from xgpt.checkpoints.fields import unsupported_fields
 from xgpt.checkpoints.readers import OTHER_NAMES, READERS, common
 from xgpt.checkpoints.readers.planned import PLAIN, planned
 from xgpt.core.errors import InputError
@@ -103,8 +103,7 @@ def spec_of(
     family, config = language_model(config, source)
     given, defaults = config, given_by_default(family)
     config = defaults | given
-    if family not in PLAIN:
-        check_fields(family, config)
+    unsupported = () if family in PLAIN else unsupported_fields(family, config)
     try:
         fields = planned(family, given, defaults) if family in PLAIN else READERS[family](config)
         fields = common(config, generation, side) | fields
@@ -112,6 +111,8 @@ def spec_of(
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
         raise InputError(f"{source}: {error.args[0]}", None, "a model of this family needs it") from None
+    if unsupported := (*unsupported, *fields.pop("unsupported", ())):
+        fields["unsupported"] = unsupported
     if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored
     if headers:

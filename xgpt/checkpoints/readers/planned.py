@@ -4,11 +4,10 @@ kinds of layers with their sizes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, TRAINING, words
+from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TRAINING, words
 from xgpt.checkpoints.readers.common import count
 from xgpt.checkpoints.readers.renamed import RENAMED
 from xgpt.core.errors import InputError
@@ -404,19 +403,14 @@ def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
     return layer >= (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
 
 
-SIZE = re.compile(
-    r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"
-    r"|size|state|top_?k|width|window"
-)
-"""Matches the names of sizes."""
-
 WITHOUT_EFFECT = words("""
     attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache
     conv_kernel_size embedding_multiplier ep_size expand expert_dtype expert_hidden_dim full_attention_interval
     global_attn_every_n_layers hidden_act hidden_activation index_head_dim index_n_heads
     index_share_for_mtp_iteration index_skip_topk_offset index_topk_freq interleave_moe_layer_step
     intermediate_size layer_group_size layer_norm_eps layer_norm_epsilon layer_rope_theta layernorm_epsilon
-    logits_mup_width_multiplier mamba_hidden_act max_window_layers mlp_hidden_act mlp_only_layers moe_intermediate_size
+    logits_mup_width_multiplier mamba_chunk_size mamba_expand
+    mamba_hidden_act max_window_layers mlp_hidden_act mlp_only_layers moe_intermediate_size
     moe_layer_freq moe_router_dtype moe_shared_expert_overlap mtp_hidden_states_first
     mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers n_group n_shared_experts
     no_rope_layer_interval no_rope_layers norm_topk_prob num_expert_group num_experts num_hash_layers
@@ -459,9 +453,21 @@ class ReadFields(dict[str, Any]):
         Raises:
             InputError: a size has not been read. The message names the field.
         """
+        # Sizes of state-space layers are not read if there is no such layer.
+        heads = {
+            "mamba_": ("mamba_num_heads", "mamba_n_heads"),
+            "linear_": ("linear_num_heads", "linear_num_value_heads"),
+        }
+        absent = tuple(kind for kind, names in heads.items() if not self._read.intersection(names))
         passed = self._read | BOOKKEEPING | TRAINING | SEARCH | COMMON | WITHOUT_EFFECT
         for name, value in given.items():
-            if name in passed or not SIZE.search(name) or isinstance(value, (bool, str, dict)) or not value:
+            if (
+                name in passed
+                or name.startswith(absent)
+                or not SIZE.search(name)
+                or isinstance(value, (bool, str, dict))
+                or not value
+            ):
                 continue
             accepted = (
                 f"xgpt does not know this size field of {family}; remove it if it affects neither weights nor K/V"

@@ -29,7 +29,8 @@ def rope(
     config: dict[str, Any], theta: float = 10000.0, *, kinds: tuple[str, ...] = ANY, head_dim: int | None = None
 ) -> dict[str, Any]:
     """Return the settings of rotary embeddings. They are in `rope_theta` and `rope_scaling` or, since transformers 5,
-    in `rope_parameters`. As in vLLM, `max_context` is the context after linear or YaRN scaling.
+    in `rope_parameters`. As in vLLM, `max_context` is the context after linear, YaRN or dynamic scaling. Kinds
+    and settings that the family does not support are named in `unsupported`.
 
     If a config has both the older and the newer fields, the older ones count, as in transformers 5.
 
@@ -40,18 +41,19 @@ def rope(
             rotated.
 
     Raises:
-        InputError: a setting is not known, or belongs to another kind of rotary embeddings.
+        InputError: a setting has a value that no engine accepts.
         KeyError: a setting that the kind needs is missing.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
     if not isinstance(found, dict):
         raise InputError(f"config.json: {name}", found, OBJECT)
-    kind = _kind(found, kinds, name)
+    kind = _kind(found, kinds)
+    unsupported = [] if kind else [name]
     partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
     share = next((value for value in partial if value is not None), 1.0)
     if share != 1.0 and head_dim is None:
-        raise InputError("config.json: partial_rotary_factor", share, "xgpt supports only 1.0 in this family")
+        unsupported.append("partial_rotary_factor")
     base = found.get("rope_theta", config.get("rope_theta"))
     fields: dict[str, Any] = {"rope_theta": theta if base is None else base}
     if share != 1.0 and head_dim is not None:
@@ -63,7 +65,12 @@ def rope(
                 f"it must rotate an even number of a head's {head_dim} dimensions, at least 2 and not all",
             )
         fields["rotary_dim"] = turned
-    if kind != "default":
+    if unsupported:
+        fields["unsupported"] = tuple(unsupported)
+    if kind is None:
+        factor = _number(found.get("factor", 1.0)) if found.get("rope_type", found.get("type")) == "dynamic" else 1.0
+        fields["max_context"] = int(count(config, "max_position_embeddings") * factor)
+    elif kind != "default":
         fields["rope_scaling"] = scaling = _scaling(kind, found, config)
         if kind in ("linear", "yarn"):
             unscaled = scaling.get("original_max_position") or count(config, "max_position_embeddings")
@@ -91,17 +98,15 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
     return fields | {"sliding_rope_theta": local["rope_theta"]}
 
 
-def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
+def _kind(found: dict[str, Any], kinds: tuple[str, ...]) -> str | None:
+    """Return the kind of rotary embeddings, or None if the family does not support it or one of its settings."""
     kind = found.get("rope_type", found.get("type", "default"))
     if "longrope" in kinds and kind in ("su", "yarn"):
         kind = "longrope"  # earlier names in Phi-3
     if not isinstance(kind, str) or kind not in kinds:
-        raise InputError("config.json: rope_type", kind, f"xgpt supports only {', '.join(kinds)} here")
-    for field in found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}:
-        raise InputError(
-            f"config.json: {name}.{field}", found[field], f"rope_type {kind} has no such setting: remove it"
-        )
-    return kind
+        return None
+    settings = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}
+    return None if found.keys() - settings else kind
 
 
 def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
