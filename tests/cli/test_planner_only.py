@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from xgpt.core.errors import RUNS_MODELS
+from xgpt.core.errors import EXTRAS
 
 WITHOUT = f"""
 import sys
@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 
 class Missing(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {sorted(RUNS_MODELS)!r}:
+        if name.partition(".")[0] in {sorted(set().union(*(modules for _, modules in EXTRAS.values())))!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
@@ -45,17 +45,18 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
     works = (
         f"plan {PROBLEM} -o plan.json",
         "simulate plan.json --requests 200",
-        "report plan.json -o plan.html",
         "export plan.json --to script -o scripts",
         "doctor",
     )
     refused = ("plan --latency-bound 9.8", "compare --latency-bound 9.8", "serve plan.json")
-    command = [sys.executable, "-c", WITHOUT, *works, *refused]
+    pages = ("report plan.json -o plan.html", "ui --port 0")
+    command = [sys.executable, "-c", WITHOUT, *works, *refused, *pages]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # with no profile of this machine
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     ends = [line for line in done.stderr.splitlines() if line.startswith("exit ")]
-    assert ends == ["exit 0"] * len(works) + ["exit 3"] * len(refused), done.stderr
+    assert ends == ["exit 0"] * len(works) + ["exit 3"] * (len(refused) + len(pages)), done.stderr
     assert done.stderr.count("pip install 'xgpt-serve[serve]'") == len(refused), done.stderr
+    assert done.stderr.count("pip install 'xgpt-serve[ui]'") == len(pages), done.stderr
     assert done.stderr.count("or plan for another --cluster, such as --cluster h100x8") == 2, done.stderr
     assert "no torch" in done.stdout and "planning for clusters works" in done.stdout, done.stdout
-    assert "Traceback" not in done.stderr and (tmp_path / "plan.html").exists()
+    assert "Traceback" not in done.stderr

@@ -21,8 +21,6 @@ from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.pods import Names
 from xgpt.requests import AutoscaleRequest
 from xprofiler.store import profile_of
-from xrunner.server.http.connections import Listener
-from xrunner.server.http.process import GuardedServer
 from xscheduler.fleet.day_load import cut, read_day
 from xscheduler.fleet.planning import FleetModel, share_kept
 from xscheduler.fleet.recommender import (
@@ -189,6 +187,9 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
         MachineError: the port cannot be opened.
     """
     registry = CollectorRegistry()
+    from xrunner.server.http.connections import Listener  # late: exports also import this module, and need no server
+    from xrunner.server.http.process import GuardedServer
+
     with Listener.at(request.host, request.port) as listener:
         server = GuardedServer(make_asgi_app(registry), listener, grace_s=1)
         thread = Thread(target=server.run, args=([listener],))

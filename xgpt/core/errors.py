@@ -72,16 +72,20 @@ class MachineError(XgptError):
     exit_code = 3
 
 
-RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
-"""Modules that the optional dependencies `serve` install, and that planning does not need."""
+EXTRAS = {
+    "running a model": ("serve", {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}),
+    "a page": ("ui", {"matplotlib", "starlette", "uvicorn"}),
+}
+"""By purpose: the optional dependencies, and the modules that they install and that planning does not need."""
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
     """Return an error that says what to install if the missing module is optional. Otherwise return None."""
     module = (error.name or "").partition(".")[0]
-    if module not in RUNS_MODELS:
-        return None
-    return MachineError(f"running a model needs {module}, which is not installed: pip install 'xgpt-serve[serve]'")
+    for purpose, (extra, modules) in EXTRAS.items():
+        if module in modules:
+            return MachineError(f"{purpose} needs {module}, which is not installed: pip install 'xgpt-serve[{extra}]'")
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
