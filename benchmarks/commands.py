@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from xgpt.comparing.compare import compare, gain_of
+from xgpt.comparing.compare import compare
 from xgpt.comparing.launched import READERS, Launched, in_manifest, in_shell
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.schema.plan import rate_of
@@ -193,8 +193,8 @@ def score(path: Path, launched: Launched, configs: Path | None, scratch: Path) -
     except XgptError as error:
         return Outcome(path, command, None, None, _reason(error))
     assert compared.current is not None
-    gain = gain_of(compared.best, compared.current)
-    return Outcome(path, command, rate_of(compared.current), None if gain is None else gain.per_device, "")
+    now, best = (rate_of(plan) / plan.num_devices for plan in (compared.current, compared.best))
+    return Outcome(path, command, rate_of(compared.current), best / now if now else None, "")
 
 
 def _reason(error: XgptError) -> str:

@@ -146,8 +146,14 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
 
 
 @_takes(PlanRequest)
-def solve(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Planned:
-    """Return each policy's best plan, and the clusters that were compared.
+def solve(
+    *,
+    latency_bound_s: float | None,
+    progress: Progress | None = None,
+    path: str = "plan.json",
+    **asked: Unpack[PlanKeywords],
+) -> Planned:
+    """Return each policy's best plan, the recommendation, and the clusters that were compared.
 
     >>> import xgpt
     >>> planned = xgpt.solve(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -157,12 +163,15 @@ def solve(*, latency_bound_s: float | None, progress: Progress | None = None, **
 
     Arguments and errors are those of `plan`.
 
+    Args:
+        path: where the plan will be written, for commands in the recommendation.
+
     Raises:
         XgptError: as `plan` does.
     """
     from xgpt import solving
 
-    return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
+    return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress, path)
 
 
 @_takes(FleetRequest)
@@ -252,10 +261,9 @@ def compare(
     latency_bound_s: float | None,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
-    on_found: Callable[[Compared], None] = lambda found: None,
     **asked: Unpack[CompareKeywords],
 ) -> Compared:
-    """Return each policy's best plan under a bound, and the best plans under looser bounds.
+    """Return the plan to run, whether it should replace a current deployment, and the plans under looser bounds.
 
     >>> import xgpt
     >>> found = xgpt.compare(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -267,7 +275,6 @@ def compare(
         latency_bound_s: see `plan`.
         progress: called with (done, total, what is being done).
         on_start: called with each plan before the plan is measured.
-        on_found: called with the preliminary result, before looser bounds are tried and before plans are measured.
         **asked
 
     Raises:
@@ -281,9 +288,7 @@ def compare(
     given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
     request = request_of(CompareRequest, given)
     load = Load(request.num_requests) if request.measure else None
-    return comparing.compare(
-        as_plan_request(request), request.current, load, request.seed, progress, on_start, on_found
-    )
+    return comparing.compare(as_plan_request(request), request.current, load, request.seed, progress, on_start)
 
 
 @_takes(ProfileRequest)

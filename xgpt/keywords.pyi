@@ -28,9 +28,9 @@ class Policy(TypedDict, total=False):
 
 class BoundFields(TypedDict, total=False):
     ttft_s: float | None
-    """Bound on the time to first token, in seconds."""
+    """Bound on the time to first token, in seconds or as in 200ms."""
     tpot_s: float | None
-    """Bound on the mean time per output token, in seconds."""
+    """Bound on the mean time per output token, in seconds or as in 50ms."""
     headroom: float | None
     """Safety margin: the plan keeps the bounds even if every step takes longer than predicted by this share."""
 
@@ -71,6 +71,8 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
     """Length of the prefix that all prompts share, such as a system prompt. Its keys and values are computed once. Leave this out for a trace that already says which prefixes its prompts share."""
+    confidence: float | None
+    """Probability with which the smallest number of devices must sustain the load, by the errors of earlier predictions."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
@@ -82,9 +84,9 @@ class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=Fals
     api_servers: int | None
     """Number of API server processes of each vLLM command (`--api-server-count`). Each process uses one core to tokenise and stream."""
     devices: int | Literal["auto"] | None
-    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
+    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`, or the log in `workload`."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with the fewest devices. PRICE is the price of one device for an hour."""
+    """Instead of `cluster`: choose the cheapest of these clusters that sustains the load, with the fewest devices. PRICE is the price of one device for an hour."""
     maximise: str | PathLike[str] | None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None

@@ -153,9 +153,9 @@ class BoundFields(RequestBase):
     """Bound on the seconds from a request's arrival to its last token; inf means no bound. With `objective=saturated`
     the time counts from admission."""
     ttft_s: Annotated[PositiveFloat | None, Option("--ttft", "S", "seconds")] = None
-    """Bound on the time to first token, in seconds."""
+    """Bound on the time to first token, in seconds or as in 200ms."""
     tpot_s: Annotated[PositiveFloat | None, Option("--tpot", "S", "seconds")] = None
-    """Bound on the mean time per output token, in seconds."""
+    """Bound on the mean time per output token, in seconds or as in 50ms."""
     headroom: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
@@ -212,6 +212,9 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
     """Length of the prefix that all prompts share, such as a system prompt. Its keys and values are computed once.
     Leave this out for a trace that already says which prefixes its prompts share."""
+    confidence: Share = 0.9
+    """Probability with which the smallest number of devices must sustain the load, by the errors of earlier
+    predictions."""
     search: SearchMethod = "branch-and-bound"
     """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and
     proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
@@ -266,11 +269,15 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     api_servers: Annotated[PositiveInt | None, Option(metavar="N", unset="as many as the plan's rate needs")] = None
     """Number of API server processes of each vLLM command (`--api-server-count`). Each process uses one core to
     tokenise and stream."""
-    devices: Annotated[PositiveInt | Literal["auto"] | None, Option(metavar="auto|N", kind="devices")] = None
-    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
+    devices: Annotated[
+        PositiveInt | Literal["auto"] | None,
+        Option(metavar="auto|N", kind="devices", unset="all; auto if `workload` is a log with times"),
+    ] = None
+    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`, or the log in
+    `workload`."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
-    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with the fewest
-    devices. PRICE is the price of one device for an hour."""
+    """Instead of `cluster`: choose the cheapest of these clusters that sustains the load, with the fewest devices.
+    PRICE is the price of one device for an hour."""
     maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput")] = None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as
     "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
@@ -697,16 +704,10 @@ def _check_objective(given: dict[str, Any]) -> None:
 
 
 def _check_clusters(given: dict[str, Any]) -> None:
-    """Check that clusters and devices are chosen in only one way, and that an arrival rate is given if the choice needs
-    one.
-    """
+    """Check that clusters and devices are chosen in only one way."""
     devices = given.get("devices", "auto")
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
         raise InputError("devices", devices, "give auto, or a number of devices, at least 1")
-    if "arrival_rate_per_s" not in given:
-        for name, by_rate in (("among", "among" in given), ("devices", given.get("devices") == "auto")):
-            if by_rate:
-                raise InputError(name, given[name], f"it needs `arrival_rate_per_s`: give one, or leave `{name}` out")
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:

@@ -8,21 +8,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan, PlanDraft
+from xgpt.core.schema import Plan, PlanDraft, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
+from xgpt.core.schema.recommendation import Sized
 from xgpt.core.workload import TraceLengths
-from xgpt.observation.paces import usual
+from xgpt.deciding.load import CarriedLoad, load_of
+from xgpt.deciding.ranges import confidence, ranges_of
+from xgpt.deciding.recommend import own_first, recommend
 from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
 from xgpt.resolve import load_trace, workload_of
 from xgpt.serving.checking import check_planned
-from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.planning import FleetCluster, plan_day
@@ -30,7 +32,7 @@ from xscheduler.found import Found
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_each, is_uniform, plan_uniform
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
 from xscheduler.objectives.reusing import FindEach, with_reuse
-from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
+from xscheduler.objectives.sizing import ClusterChoice, Confidence, cheapest, fewest_devices
 from xscheduler.problem import Problem
 from xsimulator.front import fronted
 from xsimulator.run import joint_lengths
@@ -50,6 +52,8 @@ class Planned:
         planning_s: duration of planning for the chosen cluster, in seconds.
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
         why_not_fewer: why fewer devices are not enough. "" means that the user gave the number of devices.
+        load: the load that the request states, by a rate or by a log.
+        sizes: the numbers of devices that were tried for this load.
     """
 
     request: PlanRequest
@@ -59,6 +63,20 @@ class Planned:
     planning_s: float
     ahead: dict[int, float] = field(default_factory=dict)
     why_not_fewer: str = ""
+    load: CarriedLoad | None = None
+    sizes: tuple[Sized, ...] = ()
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """What the user is told."""
+        assert self.best.recommendation is not None
+        return self.best.recommendation
+
+    def told(self, recommendation: Recommendation) -> Planned:
+        """Return the same plans with another recommendation."""
+        best = next(iter(self.plans))
+        plans = {**self.plans, best: self.plans[best].told(recommendation)}
+        return replace(self, plans=plans)
 
     @property
     def best(self) -> Plan:
@@ -95,17 +113,25 @@ class Planned:
         return plan_uniform(self.problem, self.request.search)
 
 
-def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
+def solve(request: PlanRequest, progress: Progress | None = None, path: str = "plan.json") -> Planned:
     """Return the plans for a request.
+
+    If the workload is a log with times, and the request states neither a rate nor devices, the plan uses the fewest
+    devices that carry the log.
+
+    Args:
+        path: where the plan will be written, for commands in the recommendation.
 
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that was made for it.
     """
-    problem, choices, why_not_fewer = _resolve(request, progress)
-    started = time.perf_counter()
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+    load = load_of(trace, request.arrival_rate_per_s)
+    resolved = _resolve(request, load, progress)
+    problem = resolved.problem
+    started = time.perf_counter()
     try:
         problem, found, ahead = _with_best_draft(request, problem, progress)
         found = with_reuse(_find_each(request), problem, trace, found)
@@ -113,10 +139,12 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
         if problem.profile.is_restless:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
         raise
-    plans = _annotate(found, problem, trace, request.api_servers)
+    plans = _annotate(own_first(found), problem, trace, request.api_servers)
+    told = recommend(plans, problem.profile, load=load, sizes=resolved.sizes, path=path)
     if problem.cluster.is_local:
         check_planned(next(iter(plans.values())))
-    return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead, why_not_fewer)
+    planning_s, chosen = time.perf_counter() - started, (resolved.why_not_fewer, load, resolved.sizes)
+    return Planned(request, problem, plans, resolved.choices, planning_s, ahead, *chosen).told(told)
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:
@@ -162,11 +190,7 @@ def _annotate(
     """
     profile, found = problem.profile, with_capacities(found, problem.profile)
     best = next(iter(found.values()))
-    draft, figures = best.draft, dict[str, Any](ranges={}, ranges_from={})
-    if profile.is_served:
-        figures["ranges"] = _ranges(draft)
-    elif (cell := cell_of(draft)) is not None:
-        figures["ranges"], figures["ranges_from"] = _likely_ranges(draft, cell)
+    draft, figures = best.draft, ranges_of(best.draft, profile)
     if profile.is_restless:
         figures["warnings"] = (*draft.estimate.warnings, _busy_machine_warning(draft, problem))
     best = best.estimating(
@@ -176,50 +200,6 @@ def _annotate(
     )
     found |= {next(iter(found)): best}
     return {kind: replace(one, draft=fronted(one.draft, num_servers)).plan for kind, one in found.items()}
-
-
-RANGED = ("latency_s", "ttft_s", "itl_p99_s")
-"""Figures that are proportional to step times."""
-
-
-def _ranges(plan: PlanDraft) -> dict[str, tuple[float, float]]:
-    """Return ranges of a plan's figures. They follow from the usual range of pace on this machine."""
-    fast, slow = usual(plan.cluster.device.name, plan.profile.engine)
-    estimate = plan.estimate
-    ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
-    ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
-    if (of_rate := _range_of_rate(plan, fast, slow)) is not None:
-        ranges["rate_per_s"] = of_rate
-    return ranges
-
-
-def _range_of_rate(plan: PlanDraft, fast: float, slow: float) -> tuple[float, float] | None:
-    """Return the range of the arrival rate if steps take `fast` to `slow` times as long as predicted, or None if not
-    known.
-    """
-    found = plan.estimate.capacity
-    if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
-        return None
-    # Another pace tightens or loosens the bounds by its factor. The two known rates are for bounds that differ by 5%.
-    gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
-    loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
-    return max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
-
-
-def _likely_ranges(plan: PlanDraft, cell: Cell) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
-    """Return ranges of a plan's figures, and the published measurements whose prediction errors give each range."""
-    efficiency = plan.cluster.device.efficiency
-    borrowed = plan.engine is not None and bool(plan.engine.borrowed)
-    borrowed |= plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
-    quantities: dict[str, Quantity] = {"throughput_rps": "throughput", "ttft_s": "TTFT", "tpot_s": "TPOT"}
-    ranges, rows = {}, {}
-    for name, quantity in quantities.items():
-        found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
-        ranges[name] = found.low * value, found.high * value
-        rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
-        if name == "throughput_rps" and (of_rate := _range_of_rate(plan, 1 / found.high, 1 / found.low)) is not None:
-            ranges["rate_per_s"], rows["rate_per_s"] = of_rate, "from the errors of throughput"
-    return ranges, rows
 
 
 def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
@@ -239,20 +219,39 @@ def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
     return text
 
 
-def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
-    """Return the problem on the chosen cluster and devices, all compared clusters, and the reason why fewer devices are
-    not enough.
-    """
+class _Resolved(NamedTuple):
+    """A problem on the chosen cluster and devices, with how they were chosen (see `Planned`)."""
+
+    problem: Problem
+    choices: tuple[ClusterChoice, ...] = ()
+    why_not_fewer: str = ""
+    sizes: tuple[Sized, ...] = ()
+
+
+def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
     check_held(request.policy, request.fix)
+    find, wanted = _find_each(request), request.confidence
     if request.among is None:
         problem = resolve(request, progress)
-        if request.devices == "auto":
-            fewest = fewest_devices(problem, _find_each(request))
-            return replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer
-        return problem, (), ""
+        is_asked = request.devices == "auto"
+        if load is None or not (is_asked or _follows_log(request, problem, load)):
+            if is_asked:
+                raise InputError("devices", "auto", NEEDS_RATE)
+            return _Resolved(problem)
+        problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
+        try:
+            fewest = fewest_devices(problem, find, _confidence(problem, load), wanted)
+        except InfeasibleError:
+            if is_asked:
+                raise
+            return _Resolved(resolve(request, progress))
+        return _Resolved(replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer, _sized(fewest.tried))
+    if load is None:
+        raise InputError("among", ", ".join(request.among), NEEDS_RATE)
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
     problems = [resolve(request.but(**update), progress) for update in each]
-    choices = cheapest(problems, _find_each(request))
+    problems = [problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s)) for problem in problems]
+    choices = cheapest(problems, find, partial(_confidence, load=load), wanted)
     best = choices[0]
     if best.num_devices is None:
         raise InfeasibleError(
@@ -260,7 +259,32 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
             + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
             binding="arrival_rate_per_s",
         )
-    return replace(best.problem, max_devices=best.num_devices), tuple(choices), best.why_not_fewer
+    problem = replace(best.problem, max_devices=best.num_devices)
+    return _Resolved(problem, tuple(choices), best.why_not_fewer, _sized(best.tried))
+
+
+NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as `workload`"
+
+
+def _follows_log(request: PlanRequest, problem: Problem, load: CarriedLoad) -> bool:
+    """Return whether a log decides the number of devices, since the request states neither a rate nor devices."""
+    states = request.arrival_rate_per_s or request.devices or request.fix or request.speculative
+    several = problem.cluster.num_devices > 1 and not problem.cluster.is_local
+    return not states and several and load.log is not None and problem.constraint.maximises_arrivals
+
+
+def _confidence(problem: Problem, load: CarriedLoad) -> Confidence:
+    """Return a function for a plan's probability to sustain a load. Without known errors, predictions are believed."""
+
+    def of(plan: PlanDraft) -> float:
+        likely = confidence(plan, problem.profile, load.rate_per_s)
+        return 1.0 if likely is None else likely
+
+    return of
+
+
+def _sized(tried: tuple[tuple[int, float], ...]) -> tuple[Sized, ...]:
+    return tuple(Sized(num_devices=number, confidence=likely) for number, likely in tried)
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:

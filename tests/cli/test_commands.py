@@ -201,7 +201,17 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
 
 def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:
     """Throughput over latency neither rises nor falls with the batch."""
-    asked = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--maximise", "throughput / latency")
+    asked = (
+        "plan",
+        "--latency-bound",
+        "8",
+        *PROBLEM,
+        "--policy",
+        "orca",
+        "--explain",
+        "--maximise",
+        "throughput / latency",
+    )
     shown = " ".join(xgpt(*asked).out.split())
     maximised = json.loads(Path("plan.json").read_text())
     assert (maximised["search"]["method"], maximised["search"]["gap"]) == ("optuna", None)
@@ -271,7 +281,7 @@ def test_devices_and_arrival_rates(xgpt: Xgpt) -> None:
 def test_the_cheapest_of_several_clusters(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "8", "--model", "opt-13b", "--policy", "orca")
     rate = ("--arrival-rate", "5")
-    ran = xgpt(*plan, *rate, "--among", "a40x4=1,h200x1=4.5")
+    ran = xgpt(*plan, *rate, "--among", "a40x4=1,h200x1=4.5", "--explain")
     assert "4.5" in ran.out and "1 of 4" in ran.out and "chosen: orca" in ran.out
     assert "--arrival-rate" in xgpt.fails(2, *plan, "--among", "a40x4=1")
     assert "prices above 0" in xgpt.fails(2, *plan, *rate, "--among", "a40x4")
@@ -318,7 +328,7 @@ def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgpt) -> None:
-    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca")
+    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--explain")
     served = xgpt(*plan, "-o", "arrivals.json").out
     paper = xgpt(*plan, "--objective", "saturated", "-o", "saturated.json").out
     assert "maximised: the arrival rate (Poisson) within the bounds, waiting included" in served
@@ -336,9 +346,9 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
         assert f"saturated: {each.estimate.throughput_rps:.4g} requests/s" in flat
         assert "even if every step takes 12% longer than predicted" in flat
     assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
-    loose = " ".join(xgpt("plan", "--latency-bound", "60", *PROBLEM, "--policy", "orca").out.split())
+    loose = " ".join(xgpt("plan", "--latency-bound", "60", *PROBLEM, "--policy", "orca", "--explain").out.split())
     assert "with 5% looser bounds: memory and step times limit the rate, not the bounds" in loose
-    none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca").out.split())
+    none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca", "--explain").out.split())
     assert "without a bound, any lower arrival rate is sustained" in none
 
 
@@ -478,7 +488,7 @@ def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
     command = "vllm serve llama --max-num-seqs 64 --max-num-batched-tokens 2048"
     asked = ("compare", "--latency-bound", "8", *PROBLEM, "--objective", "saturated")
     ran = xgpt(*asked, "--current", command, "-o", path)
-    assert ran.code == 0 and "requests/s per device" in " ".join(ran.out.split())
+    assert ran.code == 0 and "requests/s within the bounds" in " ".join(ran.out.split())
     plan = load_json(Path(path), Plan, "plan")
     assert plan.search.method == "given"
     assert (plan.policy.kind, plan.policy.max_batch, plan.policy.token_budget) == ("chunked", 64, 2048)
@@ -490,7 +500,9 @@ def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
 
 
 def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
-    ran = xgpt("plan", "--latency-bound", "15", "--sla", "request", *PROBLEM[:4], "--workload", "azure-conv")
+    ran = xgpt(
+        "plan", "--explain", "--latency-bound", "15", "--sla", "request", *PROBLEM[:4], "--workload", "azure-conv"
+    )
     assert ran.code == 0
     assert "these policies need several devices: waa" in ran.out
     assert re.search(r"these policies serve less, so their latency was not simulated: .*static", ran.out)
@@ -504,7 +516,7 @@ def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
 
 
 def test_what_is_bounded_has_its_column(xgpt: Xgpt) -> None:
-    asked = ("plan", "--latency-bound", "8", *PROBLEM, "--objective", "saturated")
+    asked = ("plan", "--explain", "--latency-bound", "8", *PROBLEM, "--objective", "saturated")
     assert "tpot ms" in xgpt(*asked, "--tpot", "0.1").out and "tpot ms" not in xgpt(*asked).out
 
 

@@ -143,7 +143,7 @@ def test_an_encoders_prompts_are_not_cut(xgpt: Xgpt) -> None:
     problem = ("--latency-bound", "inf", "--model", "t5-11b", "--cluster", "a40x8", "--workload", "translation")
     line = xgpt.fails(2, "plan", *problem, "--policy", "chunked")
     assert "--policy: 'chunked'" in line and "read" in line and "rra, orca, static, waa" in line
-    ran = xgpt("plan", *problem, "--objective", "saturated")
+    ran = xgpt("plan", *problem, "--objective", "saturated", "--explain")
     assert ran.code == 0 and "no plan of chunked: an encoder reads a prompt whole" in ran.out
 
 

@@ -174,10 +174,19 @@ def test_plans(xgpt: Xgpt, plan: Path, command: str, change: Callable[[dict[str,
     assert says in xgpt.fails(2, command, "wrong.json")
 
 
-def test_bounds_that_look_like_milliseconds_draw_a_note(xgpt: Xgpt) -> None:
-    ran = xgpt("plan", "--latency-bound", "15000", "--ttft", "500", "--model", "missing.yaml")
-    assert "note: --latency-bound 15000 is in seconds, not in milliseconds\n" in ran.err
-    assert "note: --ttft 500 is in seconds, not in milliseconds\n" in ran.err
+def test_a_bound_that_looks_like_milliseconds_is_questioned(xgpt: Xgpt) -> None:
+    for option, value, means in (
+        ("--ttft", "200", "3.33 min"),
+        ("--tpot", "50", "50 s"),
+        ("--latency-bound", "9000", "2.5 h"),
+    ):
+        line = xgpt.fails(2, "plan", option, value, "--model", "missing.yaml")
+        assert f"{value} would be {means}; write {value}ms or {value}s" in line and option in line
+    for value in ("200ms", "200s", "0.2", "2", "1.5min"):
+        assert "missing.yaml" in xgpt.fails(2, "plan", "--ttft", value, "--model", "missing.yaml")
+    assert "'200us' is not a number; give seconds above 0, or a unit as in 200ms" in xgpt.fails(
+        2, "plan", "--ttft", "200us"
+    )
 
 
 CUSTOM = """name: mi300x8
@@ -193,11 +202,11 @@ def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     write("mine.yaml", CUSTOM)
     asked = ("--latency-bound", "8", *PROBLEM[:2], *PROBLEM[4:], "--cluster", "mine.yaml", "--objective", "saturated")
     assert "cluster.host is missing; waa sends K/V through host" in xgpt.fails(2, "plan", *asked, "--policy", "waa")
-    ran = xgpt("plan", *asked)
+    ran = xgpt("plan", *asked, "--explain")
     assert ran.code == 0, ran.err
     text = " ".join(ran.out.split())
     assert "no plan of waa: the cluster has no `host`" in text and "no plan that keeps" not in text
-    one = xgpt("plan", *asked, "--policy", "chunked")
+    one = xgpt("plan", *asked, "--explain", "--policy", "chunked")
     assert one.code == 0 and "no plan of waa" not in one.out
     assert "warning: mi300x states no `efficiency`: step times assume an A40's" in text
 

@@ -14,7 +14,7 @@ from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
 ALLOWED = {
-    "xgpt/reporting/engine_command.py": "how other engines are told to run a chunked plan",
+    "xgpt/deciding/commands.py": "how other engines are told to run a chunked plan",
     "xgpt/reporting/plan_text.py": "what a plan does, in words for people",
     "xscheduler/objectives/best_plans.py": "what other planners offer, and which policies vLLM runs",
     "xgpt/served_profile.py": "the schedule under which a profile's steps are served, whatever the plan",

@@ -54,7 +54,16 @@ def test_a_command_has_the_options_of_its_request_and_no_second_ones(name: str) 
         field for field, each in declared.items() if any(annotation == Option(None) for annotation in each.metadata)
     }
     assert of_request == declared.keys() - unset
-    assert others <= {"output", "engine_output", "force", "as_json", "calibrate", "timeline", "simulated_trace"}
+    assert others <= {
+        "output",
+        "engine_output",
+        "force",
+        "as_json",
+        "calibrate",
+        "timeline",
+        "simulated_trace",
+        "explain",
+    }
 
 
 @pytest.mark.parametrize("name", REQUESTS)

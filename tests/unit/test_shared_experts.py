@@ -9,8 +9,8 @@ import pytest
 from xgpt import api
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Plan, Precision
+from xgpt.deciding.commands import engine_command
 from xgpt.exporting.export import export
-from xgpt.reporting.engine_command import engine_command
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
 from xprofiler.analytic import Kernels, shared_groups

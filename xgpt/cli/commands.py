@@ -9,12 +9,13 @@ from __future__ import annotations
 import click
 
 from xgpt.cli import options
-from xgpt.cli.options import force_option, json_option, output_option
+from xgpt.cli.options import explain_option, force_option, json_option, output_option
 from xgpt.cli.values import Whole
 
 
 @options.command("plan", most_used=("output",))
 @output_option("Where to write the plan.", default="plan.json")
+@explain_option
 @json_option
 def plan() -> None:
     """Find the schedule with the highest throughput under a latency bound, and write plan.json.
@@ -80,9 +81,10 @@ def simulate() -> None:
 
 @options.command("compare")
 @output_option("Write --current as a plan, for xgpt simulate, report and bench.")
+@explain_option
 @json_option
 def compare() -> None:
-    """Compare the best plans of all policies under the same bound.
+    """Judge the current deployment: keep it, or what to run instead, and what this gains.
 
     \b
     Examples:

@@ -204,6 +204,9 @@ def refuse_idle(names: Collection[str], accepted: str) -> None:
             raise InputError(name, context.params[name], accepted)
 
 
+explain_option = click.option(
+    "--explain", is_flag=True, help="Also print the proof, ranges, other policies' plans, and the profile."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 

@@ -18,8 +18,8 @@ from xgpt.core.io import dump_json, load_json, sha256
 from xgpt.core.schema import Plan, UrlReport
 from xgpt.core.schema.documents import SimulateOutput
 from xgpt.core.schema.fleet import FleetPlan
+from xgpt.deciding import words
 from xgpt.reporting import plan_text
-from xgpt.reporting.engine_command import command_in_words
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_trace
 from xprofiler.others import differences
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
     from xgpt.solving import Planned
 
 
-def plan(output: str, force: bool, as_json: bool, **_: Any) -> None:
-    """Write plan.json, and print the plans."""
+def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> None:
+    """Write plan.json, and print the recommendation."""
     file = output_file(output)
     with render.progress_bar() as progress:
-        planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress)
+        planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress, path=output)
     text = dump_json(planned.best)
     write(file, text)
     if as_json:
         click.echo(text, nl=False)
     else:
-        next_command = "serve" if planned.best.cluster.is_local else "report"
-        render.show(*_summary(planned), f"next: xgpt {next_command} {output}")
+        click.echo("\n".join(words.lines(planned.recommendation)))
+        if explain:
+            render.show("", *_summary(planned))
+        else:
+            click.echo(f"Proof, ranges, other plans: --explain. A page: xgpt report {output}")
 
 
 def _summary(planned: Planned) -> Iterator[object]:
@@ -72,7 +75,6 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
     yield from plan_text.log_in_words(planned.request.workload, best)
-    yield from command_in_words(planned.plans)
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from xgpt.core.errors import InputError
-from xgpt.core.numbers import decimal, whole
+from xgpt.core.numbers import decimal, duration, seconds, whole
 
 
 class Whole(click.IntRange):
@@ -43,11 +44,11 @@ def of_class(value: str) -> tuple[str, float]:
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
-"""A note on the unit is printed for larger bounds, since such values are usually in milliseconds."""
+"""A larger bound without a unit is refused, since such a value is usually meant in milliseconds."""
 
 
 class Seconds(click.ParamType):
-    """A time above zero. If `inf` is allowed, it means no bound."""
+    """A time above zero, with or without a unit. If `inf` is allowed, it means no bound."""
 
     name = "seconds"
 
@@ -55,16 +56,16 @@ class Seconds(click.ParamType):
         self.allow_inf = allow_inf
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
+        accepted = "seconds above 0, or a unit as in 200ms" + (", or inf for no bound" if self.allow_inf else "")
         try:
-            seconds = math.inf if value == "inf" else decimal(str(value))
+            time_s, unit = (math.inf, "") if value == "inf" else seconds(str(value))
         except ValueError:
             self.fail(f"{value!r} is not a number; give {accepted}", param, ctx)
-        if seconds <= 0 or (seconds == math.inf and not self.allow_inf):
+        if time_s <= 0 or (time_s == math.inf and not self.allow_inf):
             self.fail(f"{value!r} is not accepted; give {accepted}", param, ctx)
-        if param is not None and LONG_S.get(param.name or "", math.inf) <= seconds < math.inf:
-            click.echo(f"note: {param.opts[0]} {value} is in seconds, not in milliseconds", err=True)
-        return seconds
+        if param is not None and not unit and LONG_S.get(param.name or "", math.inf) <= time_s < math.inf:
+            self.fail(f"{value} would be {duration(time_s)}; write {value}ms or {value}s", param, ctx)
+        return time_s
 
 
 def rates(value: str) -> list[tuple[float, float | None]]:
@@ -86,6 +87,8 @@ class SecondsOrNone(Decimal):
     """A time. 0 means no limit, and becomes None."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        with suppress(ValueError):
+            value = seconds(str(value))[0]
         return super().convert(value, param, ctx) or None
 
 

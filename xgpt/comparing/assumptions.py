@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -96,15 +97,11 @@ def ranges(
     by_policy = {}
     for kind, plan in plans.items():
         gain = rate_of(plan) / plan.num_devices / (rate_of(current) / current.num_devices)
-        each = gain * np.asarray(changes(plan, profile, among)) / np.maximum(now, 1e-9)
+        then = np.asarray(changes(plan, profile, among))
+        each = gain * np.divide(then, now, out=np.full(len(now), inf), where=now > 0)
         least, most = min(gain, float(each.min())), max(gain, float(each.max()))
-        by_policy[kind] = RangeOutput(least=least, most=most, worst=names[int(each.argmin())])
+        by_policy[kind] = RangeOutput(least=least, most=None if most == inf else most, worst=names[int(each.argmin())])
     return by_policy
-
-
-def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
-    """Return whether to keep the current deployment. It is kept if every plan loses under some assumption."""
-    return bool(gains) and max(each.least for each in gains.values()) < 1
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:

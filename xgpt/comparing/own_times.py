@@ -1,64 +1,33 @@
-"""Replay a log with its recorded arrival times, to find out whether a deployment's settings cause late requests."""
+"""Explain why requests of a log are late under a deployment: because of its settings, or under any schedule."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.errors import InputError
-from xgpt.core.numbers import duration
-from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
-from xgpt.reporting.plan_text import bounds_in_words
+from xgpt.deciding.load import replayed
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.why_not import fastest
 from xsimulator.measures import RequestTimes
-from xsimulator.run import replay_by_counts
-
-MOST_REPLAYED = 50_000
-"""Largest number of requests of a log to replay."""
 
 
-def answer(
-    current: Plan,
-    current_profile: Profile,
-    best: Plan,
-    problem: Problem,
-    trace: TraceLengths | None,
-    running: Problem,
-) -> list[str]:
-    """Return lines of text: which share of a log's requests keep the bounds at the recorded times, and why others are
-    late.
+def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, trace: TraceLengths) -> list[str]:
+    """Return a line on the late requests of the whole log, or nothing if none is late or the log has no times.
 
     Args:
         best: the plan with which to compare the deployment.
+        running: the problem with the deployment's engine and data types.
         problem: the problem that the plans solve.
-        running: the same problem with the deployment's engine and data types.
-        trace: the log, or None. Without a log with times, nothing is returned.
     """
-    constraint = problem.constraint
-    if trace is None or trace.timestamp_s is None or not constraint.bounds_latency or len(trace.input) < 2:
+    if trace.timestamp_s is None or not problem.constraint.bounds_latency or len(trace.input) < 2:
         return []
-    count = min(len(trace.input), MOST_REPLAYED)
-    part = trace.take(np.arange(count))
-    now, planned = _times(current, current_profile, part), _times(best, problem.profile, part)
-    if now is None:
+    now = replayed(current, running.profile, trace)
+    if now is None or not (late := now.excess(problem.constraint.all_bounds) > 1).any():
         return []
-    share, quantile = now.share_kept(constraint.all_bounds), constraint.quantile
-    span = duration(float(trace.timestamp_s[count - 1]))
-    lines = [
-        f"your log, replayed at its own times ({count:,} requests in {span}): with the current deployment, "
-        f"{100 * share:.4g}% of the requests keep {bounds_in_words(constraint)} (p{100 * quantile:g} from arrival to "
-        f"the last token: {float(np.quantile(now.whole_s, quantile)):.3g} s), "
-        f"{'as required' if share >= quantile else f'but {100 * quantile:g}% should'}"
-    ]
-    late = now.excess(constraint.all_bounds) > 1
-    if late.any():
-        lines += _others(running, part, late, planned)
-    elif share >= quantile:
-        lines.append("no request is late, so the log gives no reason for other settings")
-    return lines
+    return _others(running, trace, late, replayed(best, problem.profile, trace))
 
 
 def _others(
@@ -95,16 +64,3 @@ def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.b
     over = planned.excess(running.constraint.all_bounds) > 1
     size = min(len(over), len(too_long))
     return int((over[:size] & ~too_long[:size]).sum())
-
-
-def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
-    """Simulate a trace on a plan, and return its requests' times. Return None if the plan has several replicas, or if a
-    fast simulation is not possible.
-    """
-    if plan.replicas > 1:  # a replica gets only a part of the log
-        return None
-    try:
-        run = replay_by_counts(plan, profile, plan.workload, trace, len(trace.input))
-    except InputError:
-        return None
-    return None if run is None else run.times

@@ -17,6 +17,18 @@ def whole(text: str) -> int:
     return int(text)
 
 
+UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds(text: str) -> tuple[float, str]:
+    """Return the seconds and the unit ("" if none) in a text such as 200ms, 2s or 1.5, or raise ValueError."""
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz").strip()
+    unit = text.strip().removeprefix(number).strip()
+    if unit and unit not in UNITS_S:
+        raise ValueError(f"not a time: {text!r}")
+    return decimal(number) * UNITS_S.get(unit, 1.0), unit
+
+
 def duration(seconds: float) -> str:
     """Return a duration as text in a suitable unit, such as "45 s", "12 min", "6 h" or "3.5 days"."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):

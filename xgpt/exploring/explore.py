@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.comparing.compare import gain_in_words
-from xgpt.comparing.launched import read_current
-from xgpt.comparing.scoring import score_current
+from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.schema.plan import rate_of
+from xgpt.deciding import words
 from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
@@ -84,12 +83,13 @@ class Explorer:
         if best is not None:
             yield {"part": "timeline", **timeline(best, search)}
             yield {"part": "looser", "rows": looser(search, kinds)}
-        planned = solve(request)
+        judged = None if current is None else _judged(request, current)
+        planned = judged.planned if isinstance(judged, Compared) else solve(request)
         yield settled(planned)
         if best is None or _runs_as(best) != _runs_as(planned.best):
             yield {"part": "timeline", **timeline(planned.best, search)}
-        if current is not None:
-            yield {"part": "current", **scored(search, current, planned.best)}
+        if judged is not None:
+            yield {"part": "current", **scored(judged)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
         """Return a request's scheduler, and the part of the answer that does not depend on bounds. Both are cached for
@@ -208,21 +208,23 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
     return rows
 
 
-def scored(search: Scheduler, command: str, best: Plan) -> Part:
-    """Return the current deployment's figures and the gain of the plan `best` over it, or the reason why it cannot be
-    scored.
-    """
+def _judged(request: PlanRequest, command: str) -> Compared | XgptError:
+    """Return the judgement of the current deployment, or the reason why it cannot be scored."""
     try:
-        running = read_current(command, search.problem.cluster)
-        plan = score_current(search.problem, running)
+        return compare(request, command)
     except XgptError as error:
-        return {"error": str(error)}
+        return error
+
+
+def scored(judged: Compared | XgptError) -> Part:
+    """Return the current deployment's figures, and the judgement in words."""
+    if isinstance(judged, XgptError):
+        return {"error": str(judged)}
+    plan = judged.current
+    assert plan is not None
     rate = None if plan.estimate.capacity is None else rate_of(plan)
-    return {
-        **table({"the current deployment": (plan, rate)}),
-        "notes": list(running.notes),
-        "gain": gain_in_words(best, plan),
-    }
+    gain = words.gain_in_words(judged.recommendation)
+    return {**table({"the current deployment": (plan, rate)}), "notes": list(judged.notes), "gain": gain}
 
 
 def settled(planned: Planned) -> Part:
@@ -231,13 +233,13 @@ def settled(planned: Planned) -> Part:
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
     best = planned.best
-    words = [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"]
     return {
         "part": "plans",
         "settled": True,
         **table(rated),
         **outline_of(best),
-        "words": words,
+        "words": [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"],
+        "said": words.lines(planned.recommendation),
         "plan": dump_json(best),
     }
 

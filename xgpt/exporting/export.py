@@ -15,6 +15,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
+from xgpt.deciding.commands import engine_command
 from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
 from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.exporting.pods import (
@@ -31,7 +32,6 @@ from xgpt.exporting.pods import (
     to_yaml,
     with_mounted_draft,
 )
-from xgpt.reporting.engine_command import engine_command
 from xgpt.resolve import load_engine
 from xgpt.serving.checking import check_vllm_runs, nodes_of
 from xprofiler.store import check_engine

@@ -14,6 +14,7 @@ from typing import Any
 from xgpt.checkpoints import hub
 from xgpt.core.schema import LaneName, Plan
 from xgpt.core.version import __version__
+from xgpt.deciding.commands import vllm_draft
 from xgpt.exporting import pods
 from xgpt.exporting.kubernetes import (
     MEET,
@@ -27,7 +28,6 @@ from xgpt.exporting.kubernetes import (
     weights_note,
 )
 from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, PodSpec, of_pod, of_secret, vllm_dockerfile
-from xgpt.reporting.engine_command import vllm_draft
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION

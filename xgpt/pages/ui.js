@@ -84,6 +84,8 @@ function plans(part) {
   byId("nearest").hidden = true;
   const best = part.rows[0], arrivals = valueOf("objective") === "arrivals";
   byId("schedule").textContent = part.schedule;
+  byId("said").textContent = (part.said || []).join("\n");
+  byId("said").hidden = !part.said;
   byId("rate").textContent = number(best.rate_per_s);
   byId("rate-label").textContent = `arrivals a second at most${best.rate_per_s === null ? "" : part.settled ? ", simulated" : ", closed form"}`;
   byId("throughput").textContent = number(best.throughput_rps);

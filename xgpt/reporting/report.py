@@ -12,9 +12,10 @@ from xgpt.core.schema import Constraint, Histogram, Plan, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
 from xgpt.core.workload import ArrivalProcess
+from xgpt.deciding import words
+from xgpt.deciding.recommend import recommend
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
-from xgpt.reporting.engine_command import command_in_words
 from xgpt.reporting.plan_text import (
     arrivals_in_words,
     objective_in_words,
@@ -67,7 +68,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{bound} at {_ordinal(constraint.quantile)}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
-        commands=command_in_words({plan.policy.kind: plan}),
+        recommendation=words.lines(plan.recommendation or recommend({plan.policy.kind: full}, profile), 100),
         cards=_cards(full),
         warnings=plan.estimate.warnings,
         figures=_figures(full, measured),

@@ -17,7 +17,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.machine import detect
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.core.schema.engine import TIMED, UNSOURCED
-from xgpt.reporting.engine_command import engine_command
+from xgpt.deciding.commands import engine_command
 from xgpt.reporting.plan_text import TIMED_WORDS, engine_in_words, mixing_in_words
 from xgpt.resolve import engine_of, load_engine
 from xprofiler import analytic
@@ -87,7 +87,9 @@ def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: P
     """What is simulated of the plan that the command line makes: whether steps mix, cut prompts, and how large."""
     path, engine_spec = tmp_path / "plan.json", load_engine(name)
     asked = "--model llama-3.1-8b --cluster h100x8 --workload azure-conv --latency-bound 8 --objective saturated"
-    found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
+    found = CliRunner().invoke(
+        cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "--explain", "-o", str(path)]
+    )
     assert found.exit_code == 0, found.output
     said = " ".join(found.output.split())
     assert ("prompts run in separate steps" in said) is not engine_spec.mixes

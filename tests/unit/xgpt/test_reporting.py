@@ -87,7 +87,7 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
         ("3.90 s", "p99 latency from arrival at that rate"),
     ]
     assert "latency, p99" not in {label for _, label in cards}
-    assert "run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
+    assert "  vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
 
 
 def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

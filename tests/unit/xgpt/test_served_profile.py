@@ -13,10 +13,10 @@ from xgpt.benchmark import Drawn, Load, Replayed, draw
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import PACES_AT_REST, EngineKind, Plan, Profile
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding.ranges import ranges_of
 from xgpt.reporting.plan_text import profile_in_words, ranges_on_this_machine
 from xgpt.resolve import load_cluster, load_model
 from xgpt.served_profile import as_served
-from xgpt.solving import _with_ranges
 from xprofiler import analytic, vllm
 from xprofiler.others import Others
 from xprofiler.store import new_profile
@@ -206,7 +206,7 @@ def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypa
     assert "steps of a served load" in profile_in_words(plan)
     assert "not fitted to served requests" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
     assert ranges_on_this_machine(plan) == []
-    ranged = _with_ranges(plan)
+    ranged = plan.with_estimate(**ranges_of(plan, served))
     fast, slow = PACES_AT_REST
     low, high = ranged.estimate.ranges["throughput_rps"]
     assert (low * slow, high * fast) == pytest.approx((plan.estimate.throughput_rps,) * 2)

@@ -8,7 +8,7 @@ import pytest
 
 from xgpt import api
 from xgpt.core.schema import Plan
-from xgpt.reporting.engine_command import engine_command
+from xgpt.deciding.commands import engine_command
 from xsimulator.front import MOST_BUSY, request_s, served_rate
 
 

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.plan import Plan
+from xgpt.core.schema.recommendation import Recommendation
 from xgpt.core.schema.report import BenchReport
-
-
-class GainOutput(Frozen):
-    """The gain of the best plan over the current deployment."""
-
-    arrivals: float
-    """The best plan's highest arrival rate divided by that of the current deployment."""
-    per_device: float
-    """The same ratio for arrival rates per device."""
-    num_devices: int
-    """Number of devices of the best plan."""
-    current_devices: int
-    """Number of devices of the current deployment."""
 
 
 class RangeOutput(Frozen):
@@ -25,14 +13,14 @@ class RangeOutput(Frozen):
 
     least: float
     """The smallest gain."""
-    most: float
-    """The largest gain."""
+    most: float | None
+    """The largest gain. Null: under some assumption, the current deployment keeps the bounds at no rate."""
     worst: str
     """The assumption with the smallest gain."""
 
 
 class CompareOutput(Frozen):
-    """The best plan of every policy under one bound."""
+    """The plan to run, and a comparison with the current deployment."""
 
     plans: dict[str, Plan]
     """The best plan of each policy. The best plan of all comes first."""
@@ -42,22 +30,12 @@ class CompareOutput(Frozen):
     """The current deployment, evaluated as a plan. Null means that no deployment was given."""
     current_notes: list[str]
     """Assumptions about the current deployment."""
-    gain: GainOutput | None
-    """Gain over the current deployment. Null means that no deployment was given, or that it keeps the bounds at no
-    rate.
-    """
+    recommendation: Recommendation
+    """Whether to replace the current deployment, by what, and how sure this is."""
     gain_ranges: dict[str, RangeOutput]
     """The range of each policy's gain, over assumptions about the cost of mixed steps, the pace, lengths and bursts."""
-    keeps_current: bool = False
-    """Whether the current deployment should be kept, because no plan is better under every assumption."""
     answer: tuple[str, ...] = ()
-    """Whether the current deployment's settings cause late requests, in sentences, from a replay of the log with its
-    recorded arrival times.
-    """
-    command: str | None = None
-    """The command that runs the best plan among those that do not need xgpt's scheduler. Null means that all plans need
-    it.
-    """
+    """Why requests of the log are late under the current deployment, in sentences."""
     measured: dict[str, BenchReport]
     """By policy, the results of running its plan on this machine."""
 

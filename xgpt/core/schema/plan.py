@@ -368,6 +368,10 @@ class Plan(PlanDraft):
         gap = self.search.gap
         return Ceiling(None if gap is None else (1 + gap) * self.figure, self.search.bound)
 
+    def told(self, recommendation: Recommendation) -> Plan:
+        """Return the plan with what the user is told about it."""
+        return self.model_copy(update={"recommendation": recommendation})
+
     def deployed(self, **fields: Any) -> Plan:
         """Return the plan with other values of `DEPLOYED`: where and how often it runs. Its figures stay."""
         assert fields.keys() <= DEPLOYED, fields.keys()

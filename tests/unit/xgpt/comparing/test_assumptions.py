@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import xgpt
-from xgpt.comparing import compare as comparing
+from xgpt.comparing import assumptions as varied
 from xgpt.comparing.assumptions import assumptions, changes, ranges
-from xgpt.comparing.compare import compare, gain_in_words
+from xgpt.comparing.compare import compare
 from xgpt.core.schema import Plan, Profile
-from xgpt.core.schema.documents import RangeOutput
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding import words
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_workload
-from xscheduler.found import Found
 from xscheduler.objectives.best_plans import found_each
 from xscheduler.objectives.capacities import with_capacities
 
@@ -52,31 +51,28 @@ def test_a_plan_gains_nothing_over_itself(planned: tuple[dict[str, Plan], Profil
     assert (found.least, found.most) == (pytest.approx(1), pytest.approx(1))
 
 
-def test_what_holds_up_in_the_worst_case_is_chosen(
+def test_a_deployment_that_keeps_no_bound_under_an_assumption_has_no_largest_gain(
     planned: tuple[dict[str, Plan], Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunked = planned[0]["chunked"]
-    rra = xgpt.plan(**ASKED, engine="vllm", objective="saturated", policy="rra")
-    found = {plan.policy.kind: Found(plan, plan.ceiling) for plan in (chunked, rra)}
-    monkeypatch.setattr(comparing, "found_each", lambda *_: found)
-    monkeypatch.setattr(comparing, "with_capacities", lambda plans, _: plans)
-    monkeypatch.setattr(comparing, "relax", lambda *_: {})
-    given = {
-        "chunked": RangeOutput(least=0.95, most=1.4, worst="mixed steps slow decodes by 20 points more"),
-        "rra": RangeOutput(least=1.1, most=1.2, worst="bursts"),
-    }
-    monkeypatch.setattr(comparing, "ranges", lambda *_: given)
-    request = plan_request(**ASKED, objective="saturated")
-    found = compare(request, "vllm serve m --max-num-seqs 64")
-    assert list(found.plans) == ["rra", "chunked"] and found.ranges == given
-    assert (
-        "but only 0.95 to 1.40 times as many" in found.notes[-1]
-        and "in its worst case rra gains more" in found.notes[-1]
+    plans, profile = planned
+    rows = iter([[1.0] * 6 + [0.0], [1.0] * 7])
+    monkeypatch.setattr(varied, "changes", lambda *_: next(rows))
+    found = ranges(plans, profile, plans["chunked"], profile, None)["chunked"]
+    assert (found.least, found.most) == (pytest.approx(1), None)
+
+
+def test_verdict_gain_and_command_are_about_the_same_plan() -> None:
+    request = plan_request(**ASKED)
+    found = compare(request, "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64")
+    told = found.recommendation
+    assert found.best.recommendation == told and found.current is not None
+    chosen = told.rejected if told.action == "keep" else told.best
+    assert chosen is not None and chosen.policy == found.best.policy.kind
+    assert chosen.processes[0].command.startswith("vllm serve ")
+    assert told.gain is not None and told.gain.factor is not None
+    assert told.gain.then == pytest.approx(rate_of(found.best)) and told.gain.now == pytest.approx(
+        rate_of(found.current)
     )
-    assert found.current is not None
-    said = gain_in_words(found.best, found.current, found.ranges["rra"])
-    assert said.endswith("if assumptions vary, per device 1.10 to 1.20 times as many (worst case: bursts)")
-    monkeypatch.setattr(
-        comparing, "ranges", lambda *_: given | {"rra": RangeOutput(least=0.9, most=1.2, worst="bursts")}
-    )
-    assert "keep the current deployment" in compare(request, "vllm serve m --max-num-seqs 64").notes[-1]
+    assert found.ranges[chosen.policy].least == told.gain.factor.low
+    said = words.lines(told)
+    assert sum("max-num-seqs" in line for line in said) == (told.action != "keep") and max(map(len, said)) <= 80

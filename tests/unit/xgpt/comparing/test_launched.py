@@ -17,7 +17,7 @@ from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.scoring import engine_name
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.reporting.engine_command import command_in_words
+from xgpt.deciding.commands import engine_command
 from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_model
 
@@ -244,7 +244,7 @@ def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
 def test_a_deployment_with_too_few_api_servers_is_told_how_many_it_needs(flags: str) -> None:
     found = compared(f"vllm serve m {flags}", model="opt-125m", engine="vllm")
     says = [note for note in found.notes if note.startswith("API servers: ")]
-    command = " ".join(command_in_words({"chunked": found.best}, found.kept))
+    command = str(engine_command(found.best, found.kept))
     assert f"--api-server-count {found.best.api_servers}" in command and found.best.api_servers > 2
     assert len(says) == ("99" not in flags)
     if says:

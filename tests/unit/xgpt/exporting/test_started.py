@@ -16,8 +16,8 @@ from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation
+from xgpt.deciding.commands import engine_command
 from xgpt.exporting.export import Target, export
-from xgpt.reporting.engine_command import engine_command
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
 
 PLANNED = {

@@ -10,9 +10,9 @@ import pytest
 from tests.fakes import fake_plan
 from xgpt.core.schema import PACES_AT_REST, SERVED, Constraint, Plan
 from xgpt.core.schema.profile import MOST_HEADROOM
+from xgpt.deciding.ranges import ranges_of
 from xgpt.observation.paces import ENOUGH, KEPT, NARROWEST, record, usual
 from xgpt.resolve import load_cluster, load_model
-from xgpt.solving import _with_ranges
 from xprofiler import analytic
 from xrunner.server.observe.watch import Watch
 from xscheduler.schedule import headroom_of
@@ -37,7 +37,7 @@ def test_ranges_and_headroom_follow_the_paces_of_earlier_loads(served: Plan) -> 
     profile = profile.model_copy(update=of_this)
     assert usual(device, "xgpt") == PACES_AT_REST
     assert headroom_of(Constraint(), profile) == pytest.approx(PACES_AT_REST[1] - 1)
-    at_rest = _with_ranges(served).estimate.ranges["throughput_rps"]
+    at_rest = ranges_of(served, profile)["ranges"]["throughput_rps"]
     for i in range(ENOUGH - 1):
         record(served, 0.85 + 0.05 * i)
     assert usual(device, "xgpt") == PACES_AT_REST, "too few loads"
@@ -46,7 +46,7 @@ def test_ranges_and_headroom_follow_the_paces_of_earlier_loads(served: Plan) -> 
     assert (fast, slow) == (0.85, 1.6), "the extremes of eight loads hold seven of nine next ones"
     assert headroom_of(Constraint(), profile) == MOST_HEADROOM
     assert headroom_of(Constraint(headroom=0.01), profile) == 0.01
-    low, high = _with_ranges(served).estimate.ranges["throughput_rps"]
+    low, high = ranges_of(served, profile)["ranges"]["throughput_rps"]
     assert low < at_rest[0] < at_rest[1] < high
     assert usual("another", "xgpt") == PACES_AT_REST
 

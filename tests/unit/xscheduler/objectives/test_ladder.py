@@ -15,9 +15,9 @@ from xgpt.core.schema import Constraint, Histogram, Plan
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import ArrivalProcess
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.best_plans import found_each, plan_each
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.sizing import cheapest
+from xscheduler.objectives.sizing import cheapest, fewest_devices
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.measures import request_times
@@ -146,15 +146,29 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     clusters = [("h200x1", 4.5), ("v100x1", 0.1), ("a40x4", 1.0)]
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in clusters]
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
-    choices = cheapest(
-        [own_constraint.under(constraint) for own_constraint in subjects], partial(plan_each, policy="orca")
-    )
+    believed = (lambda problem: lambda plan: 1.0), 0.9
+    choices = cheapest([each.under(constraint) for each in subjects], partial(found_each, policy="orca"), *believed)
     assert [choice.problem.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
     assert [choice.num_devices for choice in choices] == [2, 1, None]
     assert [choice.price_per_hour for choice in choices] == [2.0, 4.5, None]
     assert choices[-1].why_not is not None and "v100x1" in choices[-1].why_not
     with pytest.raises(InputError, match="price"):
-        cheapest([subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))], plan_each)
+        unpriced = subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))
+        cheapest([unpriced], found_each, *believed)
+
+
+@pytest.mark.parametrize(("wanted", "number"), [(0.5, 2), (0.9, 3), (0.99, 3)])
+def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float, number: int) -> None:
+    """If no number is as sure as wanted, the smallest of the surest is taken."""
+    problem = subject("opt-13b", "a40x4", "summarization").under(
+        Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
+    )
+    sure = {1: 0.0, 2: 0.7, 3: 0.95, 4: 0.95}
+    found = fewest_devices(
+        problem, partial(found_each, policy="orca"), lambda plan: sure[plan.num_devices], wanted=wanted
+    )
+    assert found.number == number and dict(found.tried)[4] == 0.95
+    assert f"{number - 1} device{'s are' if number > 2 else ' is'} not enough: " in found.why_not_fewer
 
 
 def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
@@ -163,7 +177,7 @@ def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
     outputs = Histogram(lengths=(1, 30), probabilities=(0.7, 0.3))
     workload = asked.workload.model_copy(update={"output": outputs})
     constraint = Constraint(sla="request", quantile=0.9)
-    plan = next(iter(plan_each(replace(asked, workload=workload).under(constraint), "waa").values()))
+    plan = next(iter(found_each(replace(asked, workload=workload).under(constraint), "waa").values()))
     measured, _ = simulate(plan, asked.profile, workload, 1500, np.random.default_rng(1))
     low, high = np.quantile(measured.latencies_s, [0.86, 0.94])
     assert 0.97 * low <= plan.estimate.latency_s <= 1.03 * high

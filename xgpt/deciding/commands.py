@@ -1,4 +1,4 @@
-"""Write the command with which vLLM, SGLang or TensorRT-LLM runs a plan."""
+"""Write the commands with which an engine runs a plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from xgpt.checkpoints import hub
 from xgpt.comparing.flags import Given
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
+from xgpt.core.schema.recommendation import Process
 from xrunner.vllm.command import (
     context_of,
     devices_of,
@@ -20,7 +21,6 @@ from xrunner.vllm.command import (
     runs_by_itself,
     variables,
 )
-from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
 SPECULATES = ("vllm", "sglang")
@@ -29,7 +29,84 @@ QUANTIZES = ("vllm", "sglang")
 """Engines that convert a checkpoint's weights to float8 at the start. Other engines need a checkpoint in float8."""
 
 
-def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
+PORT = 8000
+"""Port of the first process. Further processes of a machine have the next ports."""
+DEVICES = {"mi3": "HIP_VISIBLE_DEVICES", "arc": "ZE_AFFINITY_MASK"}
+"""Environment variable that selects devices, by the beginning of their name. For others, CUDA_VISIBLE_DEVICES."""
+
+
+def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> tuple[Process, ...]:
+    """Return the processes that run a plan: the engine's, or xgpt's if the engine cannot run the plan by itself.
+
+    Replicas of a machine are one command with data parallelism if the engine has it, apart from mixtures of experts,
+    whose experts vLLM would then divide.
+
+    Args:
+        kept: see `engine_command`.
+        path: path of the plan, for xgpt's own commands.
+    """
+    if engine_command(plan) is None:
+        in_vllm = plan.cluster.device.type == "gpu" and plan.engine is not None and plan.engine.framework == "vllm"
+        command = shlex.join(["xgpt", "serve", path, *(["--engine", "vllm"] if in_vllm else [])])
+        return (Process(command=f"{command} --port {PORT}", port=PORT, devices=_numbers(plan)),)
+    each, on_node = plan.devices_per_replica * plan.sharing_replicas, plan.cluster.devices_per_node
+    groups = plan.replicas // plan.sharing_replicas
+    framework = "vllm" if plan.engine is None else plan.engine.framework
+    if each > on_node:
+        return _over_nodes(plan, kept, framework, groups)
+    of_node, base = max(1, on_node // each), int((kept or {}).get("port", PORT))
+    together = framework in ("vllm", "sglang") and plan.sharing_replicas == 1 and plan.model.experts is None
+    found = []
+    for start in range(0, groups, of_node):
+        on_this = min(of_node, groups - start)
+        size = on_this if together else 1
+        for i in range(0, on_this, size):
+            first, port = i * each, base + i // size
+            shown = port if on_this > size or (kept or {}).get("port") else None
+            command = str(engine_command(plan, kept, size, shown))
+            devices = tuple(range(first, first + size * each))
+            if on_this > size:
+                command = f"{_visible(plan)}={','.join(map(str, devices))} {command}"
+            found.append(Process(command=command, port=port, devices=devices, node=start // of_node))
+    return tuple(found)
+
+
+def _over_nodes(plan: Plan, kept: Given | None, framework: str, groups: int) -> tuple[Process, ...]:
+    """Return a process for each machine of each replica."""
+    each, on_node = plan.devices_per_replica * plan.sharing_replicas, plan.cluster.devices_per_node
+    nodes = -(-each // on_node)
+    found = []
+    for node in range(groups * nodes):
+        group, rank = divmod(node, nodes)
+        head = f"NODE{group * nodes}"
+        words = {
+            "vllm": f" --nnodes {nodes} --node-rank {rank} --master-addr {head}" + (" --headless" if rank else ""),
+            "sglang": f" --nnodes {nodes} --node-rank {rank} --dist-init-addr {head}:20000",
+        }.get(framework, "")
+        command = f"{engine_command(plan, kept, port=PORT)}{words}"
+        found.append(Process(command=command, port=PORT, devices=tuple(range(min(each, on_node))), node=node))
+    return tuple(found)
+
+
+def _numbers(plan: Plan) -> tuple[int, ...]:
+    return tuple(range(plan.num_devices)) if plan.cluster.device.type == "gpu" else ()
+
+
+def _visible(plan: Plan) -> str:
+    name = plan.cluster.device.name
+    return next((variable for start, variable in DEVICES.items() if name.startswith(start)), "CUDA_VISIBLE_DEVICES")
+
+
+def engine_label(plan: Plan) -> str:
+    """Return the engine of a plan with its version, as in "vLLM 0.32", or "" if the plan names none."""
+    engine = plan.engine
+    if engine is None:
+        return ""
+    name = ENGINES.get(engine.framework, engine.framework)
+    return f"{name} {engine.version}" + (" with xgpt's scheduler" if engine.scheduler == "xgpt" else "")
+
+
+def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, port: int | None = None) -> str | None:
     """Return the command that starts one replica of a plan in its engine. Return None if the engine's own scheduler
     cannot run the plan.
 
@@ -38,6 +115,8 @@ def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
 
     Args:
         kept: further options for vLLM's command, such as those of the current deployment.
+        replicas: number of replicas that one command starts (vLLM, SGLang).
+        port: port on which the engine answers. None means its default, or the one in `kept`.
     """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings):
@@ -62,29 +141,32 @@ def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
     share, sharing = plan.cluster.device.usable_memory, plan.sharing_replicas
     kv_in_eight = (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":
-        words = ["vllm", "serve", model, *options(plan, stages, sharing, tokens, most)]
+        words = ["vllm", "serve", model, *options(plan, stages, sharing * replicas, tokens, most)]
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
         kept, context = kept or {}, context_of(plan, stages)
         longest = kept.get("max-model-len", str(plan.model.max_context))
         if longest.isdecimal() and int(longest) > context:
             kept = {**kept, "max-model-len": str(context)}
+        kept = kept if port is None else {**kept, "port": str(port)}
         words += TABLE.words(kept)
         if variables := partition_of(stages):
             words = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
-        words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
+        words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else _flag("--dp-size", replicas)
         # SGLang divides both numbers among the groups that share the experts.
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens * sharing)]
         words += ["--max-running-requests", str(policy.max_batch * sharing), "--mem-fraction-static", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
         words += _sglang_draft(plan.speculation)
+        words += [] if port is None else ["--port", str(port)]
     else:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
+        words += [] if port is None else ["--port", str(port)]
     return shlex.join(words)
 
 
@@ -120,31 +202,6 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
     if speculation.method != "ngram":
         words += ["--speculative-num-steps", str(speculation.tokens), "--speculative-eagle-topk", "1"]
     return words if speculation.draft is None else [*words, "--speculative-draft-model-path", speculation.draft]
-
-
-def command_in_words(plans: dict[str, Plan], kept: Given | None = None) -> list[str]:
-    """Return lines of text with the command that runs a plan in the engine, and with remarks about the command.
-
-    Args:
-        plans: each policy's best plan, the best of all first.
-        kept: see `engine_command`.
-    """
-    best = next(iter(plans.values()))
-    runs = next((plan for plan in plans.values() if engine_command(plan) is not None), None)
-    if runs is None:
-        return []
-    name = ENGINES["vllm" if runs.engine is None else runs.engine.framework]
-    times = runs.replicas // runs.sharing_replicas
-    each = f" (start it {times} times)" if times > 1 else ""
-    lines = [f"run in {name} itself{each}: {engine_command(runs, kept)}"]
-    if runs.api_servers > 1:
-        rate = most_rate(runs, 1)
-        lines.append(f"each command has {runs.api_servers} API servers: one handles about {rate:.0f} such requests/s")
-    if runs.engine is None:
-        lines.append(f"{name}'s overhead for each step is not included; plan with `--engine vllm` to include it")
-    if runs is not best:
-        lines.append(f"{name}'s own scheduler cannot run {best.policy.kind}: `xgpt export` adds xgpt's scheduler")
-    return lines
 
 
 def _flag(name: str, value: int) -> list[str]:

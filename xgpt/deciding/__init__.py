@@ -1,0 +1,1 @@
+"""Turn plans into the one `Recommendation` that every output renders."""

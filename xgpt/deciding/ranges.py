@@ -1,0 +1,116 @@
+"""Compute the ranges of a plan's figures from the errors of earlier predictions, and how probable it is that the plan
+sustains a load.
+
+The error of a prediction is a pace: the factor by which steps take longer than predicted. Figures are simulated at both
+ends of the range of paces, since a bound that is kept with little margin breaks at once if steps are slower.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from xgpt.core.schema import PlanDraft, Profile
+from xgpt.core.schema.plan import rate_of
+from xgpt.observation.paces import usual
+from xprofiler.ranges import Quantity, cell_of, likely
+from xsimulator.capacity import capacity
+
+INSIDE = 0.9
+"""Probability that a measured value lies within its range."""
+HALVINGS = 6
+"""Number of paces that are simulated to find the one at which a plan just sustains a load."""
+
+
+class PaceRange(NamedTuple):
+    """The likely range of pace: steps take `fast` to `slow` times as long as predicted in nine of ten cases."""
+
+    fast: float
+    slow: float
+
+    def share_below(self, pace: float) -> float:
+        """Return the probability that steps are not slower than this, if the logarithm of pace is normal."""
+        if self.slow <= self.fast:
+            return float(pace >= self.slow)
+        middle, spread = (log(self.slow) + log(self.fast)) / 2, (log(self.slow) - log(self.fast)) / 2
+        return NormalDist(middle, spread / NormalDist().inv_cdf((1 + INSIDE) / 2)).cdf(log(pace))
+
+
+def paces_of(plan: PlanDraft, profile: Profile) -> PaceRange | None:
+    """Return the likely paces of a plan's steps, or None if no earlier predictions are known."""
+    if profile.is_served:
+        return PaceRange(*usual(plan.cluster.device.name, plan.profile.engine))
+    if (cell := cell_of(plan)) is None:
+        return None
+    found = likely(cell, "throughput", borrowed=is_borrowed(plan))
+    return PaceRange(1 / found.high, 1 / found.low)
+
+
+def is_borrowed(plan: PlanDraft) -> bool:
+    """Return whether a plan's times belong to another engine or version, or use another device's efficiencies."""
+    efficiency = plan.cluster.device.efficiency
+    borrowed = plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
+    return borrowed or (plan.engine is not None and bool(plan.engine.borrowed))
+
+
+def rate_at(plan: PlanDraft, profile: Profile, pace: float) -> float:
+    """Return the highest arrival rate within the bounds if steps take `pace` times as long as predicted. A plan without
+    bounds reaches its saturated throughput.
+    """
+    throughput = plan.estimate.throughput_rps / pace
+    # The headroom allows for slower steps. Here the pace is known, so the bounds themselves must be kept.
+    slowed = plan.but(constraint=plan.constraint.but(headroom=0.0)).with_estimate(throughput_rps=throughput)
+    found = capacity(slowed, profile.slowed(pace), rate_of(plan) / pace or None, edges=False)
+    return throughput if found is None else min(found.rate_per_s, throughput)
+
+
+def ranges_of(plan: PlanDraft, profile: Profile) -> dict[str, Any]:
+    """Return the fields of an estimate with the ranges of its figures. They are empty if no errors of earlier
+    predictions are known.
+
+    If the profile was fitted to a served engine, the errors are those on this machine. Otherwise they are those of
+    predictions of published measurements.
+    """
+    paces = paces_of(plan, profile)
+    if paces is None:
+        return {"ranges": {}, "ranges_from": {}}
+    estimate, rows = plan.estimate, dict[str, str]()
+    ranges = {"throughput_rps": (estimate.throughput_rps / paces.slow, estimate.throughput_rps / paces.fast)}
+    if estimate.capacity is not None and rate_of(plan) > 0:
+        rates = rate_at(plan, profile, paces.slow), rate_at(plan, profile, paces.fast)
+        ranges["rate_per_s"] = min(rates[0], rate_of(plan)), max(rates[1], rate_of(plan))
+    if profile.is_served:
+        for name in ("latency_s", "ttft_s", "itl_p99_s"):
+            ranges[name] = paces.fast * getattr(estimate, name), paces.slow * getattr(estimate, name)
+        return {"ranges": ranges, "ranges_from": {}}
+    cell, quantities = cell_of(plan), dict[str, Quantity](throughput_rps="throughput", ttft_s="TTFT", tpot_s="TPOT")
+    assert cell is not None
+    for name, quantity in quantities.items():
+        found, value = likely(cell, quantity, borrowed=is_borrowed(plan)), getattr(estimate, name)
+        ranges[name] = found.low * value, found.high * value
+        rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
+    if "rate_per_s" in ranges:
+        rows["rate_per_s"] = "from the errors of throughput"
+    return {"ranges": ranges, "ranges_from": rows}
+
+
+def confidence(plan: PlanDraft, profile: Profile, load_per_s: float) -> float | None:
+    """Return the probability that a plan keeps its bounds at a load, or None if the errors of its predictions are not
+    known.
+    """
+    paces = paces_of(plan, profile)
+    if paces is None:
+        return None
+    # Beyond these paces the probability is below 1% or above 99%.
+    beyond = (paces.slow / paces.fast) ** 0.25
+    low, high = log(paces.fast / beyond), log(paces.slow * beyond)
+    if rate_at(plan, profile, exp(low)) < load_per_s:
+        return 0.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if rate_at(plan, profile, exp(middle)) >= load_per_s:
+            low = middle
+        else:
+            high = middle
+    return round(paces.share_below(exp((low + high) / 2)), 3)

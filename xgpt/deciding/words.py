@@ -1,0 +1,155 @@
+"""Render a recommendation as the lines that a command prints first: the answer, then its conditions."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator
+
+from xgpt.core.schema import Offer, Ranged, Recommendation
+from xgpt.core.schema.recommendation import AtLoad, BoundKept
+
+WIDTH = 80
+MOST_COMMANDS = 2
+"""Most commands that are printed. plan.json has all."""
+
+
+def lines(found: Recommendation, width: int = WIDTH) -> list[str]:
+    """Return the lines: what to run, what it keeps, what it gains, what would change it."""
+    said = [*_answer(found), *_promise(found), *_reasons(found)]
+    return [line for text in said for line in _wrapped(text, width)]
+
+
+def _answer(found: Recommendation) -> Iterator[str]:
+    best = found.best
+    engine = f" in {best.engine}" if best.engine else ""
+    what = f"{found.model} on {found.devices}{engine}: {best.name}"
+    if found.action == "keep":
+        yield f"Keep what runs now, {what}: {found.why}."
+        return
+    yield f"{'Run' if found.action == 'run' else 'Change to'} {what}" + (f": {found.why}." if found.why else ".")
+    for process in best.processes[:MOST_COMMANDS]:
+        yield f"$ {process.command}"
+    if (rest := len(best.processes) - MOST_COMMANDS) > 0:
+        yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
+
+
+def _promise(found: Recommendation) -> Iterator[str]:
+    best = found.best
+    if found.bounds:
+        yield f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
+    else:
+        yield f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
+    if (load := best.at_load) is not None:
+        yield f"Your load: {load_in_words(load)}."
+    if found.gain is not None:
+        yield f"{gain_in_words(found)}."
+
+
+def load_in_words(load: AtLoad) -> str:
+    """Return what is kept at the user's load: by its rate, and over the whole log if there is one."""
+    text = f"{load.rate_per_s:.3g}/s" + (f" in the {load.window}" if load.window else "")
+    if load.confidence is not None:
+        text += f": holds in {tenths(load.confidence)}"
+    if load.share_kept is not None and load.worst_share_kept is not None:
+        kept, least = _percent(load.share_kept), _percent(load.worst_share_kept)
+        text += f". Replayed whole, {kept} of its requests keep the bounds"
+        text += "" if kept == least else f", {least} in the worst window ({load.worst_window})"
+    return text
+
+
+def _reasons(found: Recommendation) -> Iterator[str]:
+    if found.sizes:
+        each = [f"{size.num_devices}: {tenths(size.confidence)}" for size in found.sizes]
+        yield f"Devices that hold it: {'; '.join(each)}."
+    if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
+        gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
+        yield f"{gap}: no schedule searched exceeds {found.limit_per_s:.3g} requests/s."
+    if found.with_more_work is not None:
+        yield f"With more work: {_in_short(found.with_more_work)}."
+    if found.runner_up is not None:
+        yield f"Next best: {_in_short(found.runner_up)}."
+    if found.would_change:
+        yield f"Would change it: {'; '.join(found.would_change[:2])}."
+    for warning in found.warnings[:1]:
+        yield f"Warning: {warning}"
+
+
+def _in_short(offer: Offer) -> str:
+    scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
+    return f"{offer.name}{scheduler}: {offer.rate_per_s.value:.3g} requests/s"
+
+
+def gain_in_words(found: Recommendation) -> str:
+    """Return the gain over the present deployment, in its own unit and without a ratio to zero."""
+    gain = found.gain
+    assert gain is not None
+    start = "The best plan's gain" if found.action == "keep" else "Gain"
+    if gain.factor is None:
+        return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
+    low, high = gain.factor.low, gain.factor.high
+    likely = "" if low is None else f", likely {low:.2f} to {high:.2f}" if high is not None else f", at least {low:.2f}"
+    return f"{start}: {gain.factor.value:.2f} times{likely} ({gain.then:.3g} against {gain.now:.3g} {gain.unit})"
+
+
+def in_words(figure: Ranged, unit: str) -> str:
+    """Return a figure with its likely range."""
+    text = f"{figure.value:.3g} {unit}"
+    if figure.low is None or figure.high is None:
+        return text
+    if figure.low <= 0:
+        return f"{text} (likely at most {figure.high:.3g}; in the worst case none)"
+    return f"{text} (likely {figure.low:.3g} to {figure.high:.3g})"
+
+
+def bounds_in_words(bounds: tuple[BoundKept, ...]) -> str:
+    """Return bounds as in "TTFT within 2 s and TPOT within 100 ms for 99% of requests"."""
+    names = [f"{bound.name} within {seconds(bound.bound_s)}" for bound in bounds]
+    shares = {bound.quantile for bound in bounds}
+    if len(shares) == 1:
+        return f"{' and '.join(names)} for {100 * shares.pop():g}% of requests"
+    return " and ".join(f"{name} for {100 * bound.quantile:g}%" for name, bound in zip(names, bounds, strict=True))
+
+
+def seconds(value: float) -> str:
+    """Return a duration as in 200 ms or 2 s."""
+    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+def tenths(share: float) -> str:
+    """Return a probability as in "9 of 10 cases". It never says certain."""
+    if share >= 0.985:
+        return "99 of 100 cases"
+    if share >= 0.945:
+        return "19 of 20 cases"
+    return "hardly any case" if share < 0.05 else f"{max(1, min(9, int(10 * share + 1e-9)))} of 10 cases"
+
+
+def _percent(share: float) -> str:
+    return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines of at most `width` characters. A command continues with a backslash."""
+    if not text.startswith("$ "):
+        return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    found, line = [], ""
+    for word in _words(text[2:]):
+        if line and len(line) + 1 + len(word) > width - 4:
+            found.append(f"  {line} \\")
+            line = f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    return [*found, f"  {line}"]
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command, each flag together with its value."""
+    found: list[str] = []
+    for word in shlex.split(command):
+        quoted = word if word == "&&" or word.startswith("CUDA_") else shlex.quote(word)
+        if found and not word.startswith("-") and found[-1].startswith("--") and " " not in found[-1]:
+            found[-1] += f" {quoted}"
+        else:
+            found.append(quoted)
+    return found
