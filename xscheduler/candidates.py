@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
@@ -20,7 +21,7 @@ from xsimulator.costs.curves import Degrees
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
-from xsimulator.memory import LaneMemory, capacity
+from xsimulator.memory import LaneMemory, RequestBlocks
 from xsimulator.stages import Lane, lane, spread
 
 BLOCK_SIZE = 16
@@ -105,7 +106,8 @@ class Candidates:
         """Return a policy's spaces, their number of points, and their bounds on throughput."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
-            placements, capacities = [space.placement for space in found], [space.capacity for space in found]
+            placements = [space.placement for space in found]
+            capacities = [space.under(space.constraint, inf, between=True).capacity for space in found]
             bounds = self.screen.of(kind, placements, capacities) if found else None
             self._spaces[kind] = _Spaces(found, sum(space.num_points for space in found), bounds)
         return self._spaces[kind]
@@ -218,8 +220,8 @@ class Candidates:
                     # Count the slots that would fit if slots needed no memory. This is slightly too many, so K/V memory
                     # is never overstated.
                     blocks, own_blocks = found.blocks_beside(0), found.request_blocks
-                    most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own_blocks)
-                    found = memory(slots=min(self._max_batch, int(most[0])))
+                    law = RequestBlocks.of(self.lengths, self._block_size, "quantile", request_blocks=own_blocks)
+                    found = memory(slots=min(self._max_batch, int(law.most(blocks)[0])))
             except InfeasibleError as error:
                 found = error.with_traceback(None)
             self._memories[lane, keeps] = found

@@ -18,6 +18,7 @@ from xscheduler.placement import Placement
 from xscheduler.plan_builder import draft_of
 from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES
+from xscheduler.search.branch_and_bound import upper_bound
 from xscheduler.space import POLICIES, Space, columns_of
 from xscheduler.why_not import infeasible
 
@@ -79,6 +80,16 @@ class Scheduler:
         if not plans:
             raise infeasible(self.candidates, kinds)
         return plans
+
+    def ceiling_of(self, found: Found, kind: str) -> Ceiling:
+        """Return a ceiling that also covers settings that keep memory full, for which requests wait. The search leaves
+        them out, since closed forms do not predict them well.
+        """
+        most = found.ceiling.most
+        if most is None:
+            return found.ceiling
+        rate = max(most, found.draft.estimate.throughput_rps)
+        return found.ceiling._replace(most=upper_bound(self.candidates.spaces(kind, between=True), rate).throughput)
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
         """Return the plan of these policies with the highest throughput at saturation, or the best by the user's

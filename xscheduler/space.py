@@ -30,7 +30,7 @@ from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
-from xsimulator.memory import LaneMemory, capacity
+from xsimulator.memory import LaneMemory, RequestBlocks
 from xsimulator.queueing import max_rate
 
 Array = npt.NDArray[np.float64]
@@ -143,15 +143,19 @@ class Space:
 
         Args:
             bound: upper bound on the throughput of every point, in requests/s of all replicas together.
-            between: whether a point with batch size b represents all batch sizes from b - 1 to b, including fractional
-                sizes. The throughput at size b then counts as the point's throughput, and the times at the smallest
-                size must keep the constraint (`Evaluation.lesser`).
+            between: whether the space is one of upper bounds. A point with batch size b then represents all batch sizes
+                from b - 1 to b, including fractional sizes. The throughput at size b counts as the point's throughput,
+                and the smallest size must keep the constraint (`Evaluation.lesser`) and fit in memory on average.
             left: for each token budget, the share of the latency bound that settings with this budget may use. 0 means
                 that they are not allowed. None means that all settings may use the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
-        other.between, other.left = between, left
+        other.left = left
+        if between != self.between:
+            other.between = between
+            for name in ("capacity", "axes", "searched", "enumerated", "lines", "_line_axes"):
+                vars(other).pop(name, None)
         return other
 
     def tightened(self, factor: float) -> Space:
@@ -188,7 +192,9 @@ class Space:
     def _room(self) -> PlacementLimits:
         micro = self.placement.microbatches
         limits = self.limits
-        return PlacementLimits(self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine)
+        return PlacementLimits(
+            self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine, self.between
+        )
 
     @cached_property
     def least_requests(self) -> int:
@@ -199,21 +205,31 @@ class Space:
     def capacity(self) -> float:
         """Number of requests whose K/V fits in memory at the same time if activations take no memory."""
         limits = self.limits
-        at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
+        at_rest = _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[1]
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
+
+    @property
+    def request_blocks(self) -> RequestBlocks:
+        """The law of the K/V blocks of running requests."""
+        limits = self.limits
+        return _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[0]
+
+    def _blocks_beside(self, step_tokens: Array) -> Array:
+        """Return the number of K/V blocks beside a step of `step_tokens` tokens."""
+        limits = self.limits
+        # WAA's decode lane encodes no prompts, so its steps are small.
+        return limits.memory.blocks_beside(step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
         """Return the number of requests whose K/V fits in memory beside a step of `step_tokens` tokens."""
-        limits = self.limits
-        # WAA's decode lane encodes no prompts, so its steps are small.
-        blocks = limits.memory.blocks_beside(
-            step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
-        )
-        memory = limits.memory
-        in_memory = capacity(
-            self.lengths, blocks, limits.block_size, self.kv, memory.kept_blocks, memory.request_blocks
-        )
-        return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
+        in_memory = self.request_blocks.most(self._blocks_beside(step_tokens))
+        return np.minimum(in_memory, self.limits.max_batch * self.placement.microbatches)
+
+    def requests_fit(self, performance: Performance) -> npt.NDArray[np.bool_]:
+        """Return which predicted points have memory for the K/V of their requests."""
+        requests, variance = performance.peak_requests, performance.peak_variance
+        fits = self.request_blocks.fit(requests, variance, self._blocks_beside(performance.peak_tokens))
+        return fits & (requests <= self.limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
         """Return whether WAA's encode lane has memory for one batch in each stage and one in transfer. It must also
@@ -401,12 +417,15 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 
 
 @lru_cache(maxsize=4096)
-def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the number of requests whose K/V fits in a lane's memory if activations take none. The number is cached,
-    since all placements with the same lane share it.
+def _blocks_of(
+    memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise, *, on_average: bool
+) -> tuple[RequestBlocks, float]:
+    """Return the law of requests' blocks, and the number of requests that fit in a lane's memory if activations take
+    none. Both are cached, since all placements with the same lane share them.
     """
-    blocks = memory.blocks_beside(np.zeros(1))
-    return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])
+    kept, own = memory.kept_blocks, memory.request_blocks
+    law = RequestBlocks.of(lengths, block_size, kv, kept, own, on_average=on_average)
+    return law, float(law.most(memory.blocks_beside(np.zeros(1)))[0])
 
 
 class Evaluation:
@@ -493,9 +512,8 @@ class Evaluation:
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
         """Whether each point fits in memory. If the smallest settings of a box do not fit, no point of the box fits."""
-        performance, space = self.performance, self._space
-        fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
-        return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
+        performance, space = self.lesser, self._space
+        return space.requests_fit(performance) & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
 
     @cached_property
     def excess(self) -> Array:

@@ -17,7 +17,7 @@ from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
-from xsimulator.memory import capacity
+from xsimulator.memory import RequestBlocks
 from xsimulator.run import check_fits
 from xsimulator.stages import lane, whole
 
@@ -49,10 +49,10 @@ def engine_of(kind: str, pool: Pool) -> tuple[Schedule, SimulatedClock, Lengths]
 
 @pytest.mark.parametrize("kind", few(["waa", "rra", "orca"]))
 def test_999_of_1000_moments_fit(kind: str) -> None:
-    """As many requests as `capacity` says of a memory do not outgrow it, nor leave much of it unused."""
+    """As many requests as `RequestBlocks.most` says of a memory do not outgrow it, nor leave much of it unused."""
     lengths = Lengths(problem("opt-13b", "a40x4", "translation").workload)
     grid = np.arange(100.0, 4000.0)
-    blocks = grid[np.searchsorted(capacity(lengths, grid, BLOCK_SIZE, "quantile"), INSIDE)]
+    blocks = grid[np.searchsorted(RequestBlocks.of(lengths, BLOCK_SIZE, "quantile").most(grid), INSIDE)]
     pool = Pool(PLENTY, BLOCK_SIZE, kv="quantile", max_running=INSIDE)
     schedule, clock, _ = engine_of(kind, pool)
     count = 3000

@@ -171,7 +171,7 @@ class Saturated(Objective[Found]):
         rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # set only without bounds
         ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1].draft))
         stable = {
-            kind: replace(found, draft=self.finish(found.draft))
+            kind: replace(found, draft=self.finish(found.draft), ceiling=self.scheduler.ceiling_of(found, kind))
             for kind, found in ordered
             if found.draft.estimate.throughput_rps > rate
         }

@@ -13,7 +13,7 @@ from xscheduler.problem import Problem, reused_by
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths, Reused
-from xsimulator.memory import capacity
+from xsimulator.memory import RequestBlocks
 
 PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
 """Shares of K/V memory to try for cached blocks."""
@@ -174,7 +174,7 @@ def reestimate(
     kept = 0
     if plan.estimate.reuse is not None and plan.policy.lanes == ("both",):
         kept = plan.estimate.reuse.kept_blocks
-    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv, kept))
+    inside = float(RequestBlocks.of(lengths, plan.block_size, plan.admission.kv, kept).most(blocks))
     inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
     forecast = FORECASTS[plan.policy.kind]
     model = forecast.model(*(lanes[name] for name in plan.policy.lanes), lengths, quantile)

@@ -32,6 +32,7 @@ class PlacementLimits(NamedTuple):
     Attributes:
         least: least number of requests: one for each micro-batch.
         capacity: number of requests whose K/V fits in memory at the same time.
+        between: whether a value also represents fractional values below it, so that the next value counts, too.
         max_batch: largest number of requests in a micro-batch.
         engine: the engine that runs the plan. None means any.
     """
@@ -42,6 +43,7 @@ class PlacementLimits(NamedTuple):
     capacity: float
     max_batch: int
     engine: EngineSpec | None = None
+    between: bool = False
 
 
 class Stations(NamedTuple):
@@ -101,7 +103,7 @@ class Forecast(ABC, Generic[M]):
 
     def values(self, name: str, room: PlacementLimits) -> Ints:
         """Return the values of a control variable. By default, the variable is a number of requests."""
-        return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
+        return np.arange(room.least, max(room.least, int(room.capacity) + room.between) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:
         """Return the number of values of the variable `line` that are allowed with each value of the other variable."""
@@ -205,6 +207,7 @@ class Performance:
         encode_tokens: mean number of prompt tokens in a step that encodes.
         decode_batch: number of decoding requests (under rra and static, when decoding begins).
         peak_requests: largest number of requests that have K/V at the same time.
+        peak_variance: variance of this number. It is 0 if the policy holds the number.
         peak_tokens: number of tokens of the largest step.
         cycle: time, in s, from one encode step to the next.
         bubble: share of the time in which devices are idle.
@@ -222,6 +225,7 @@ class Performance:
     encode_tokens: Array
     decode_batch: Array
     peak_requests: Array
+    peak_variance: Array
     peak_tokens: Array
     cycle: Array
     bubble: Array

@@ -387,6 +387,7 @@ class MixedSteps:
             encode_tokens=m * mix.tokens,
             decode_batch=m * mix.decode_batch,
             peak_requests=m * mix.max_batch,
+            peak_variance=np.zeros_like(step_s),
             peak_tokens=mix.largest,
             cycle=step_s / busy,
             bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),

@@ -37,9 +37,8 @@ class Rra(Forecast[OneLaneModel]):
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> Array:
         phases = _phases(room.lengths)
-        return (
-            np.floor(room.capacity / np.maximum(phases[np.minimum(outer, len(phases)) - 1], 1.0) + 1e-9) - inner[0] + 1
-        )
+        most = np.floor(room.capacity / np.maximum(phases[np.minimum(outer, len(phases)) - 1], 1.0) + 1e-9)
+        return most + room.between - inner[0] + 1
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         iterations = columns["decode_iterations"].astype(int)
@@ -128,6 +127,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         encode_tokens=encode_batch * lengths.mean_input,
         decode_batch=carried,
         peak_requests=carried + encode_batch * (1 - lengths.survival[0]),
+        peak_variance=encode_batch * _variances(lengths)[decode_iterations - 1],
         peak_tokens=1.1 * tokens + lengths.max_input,
         cycle=cycle,
         bubble=pipeline.bubble(work, cycle),
@@ -236,6 +236,16 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
         carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
     strays = 2 * ndtr(stray * np.sqrt(each))
     return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
+
+
+@lru_cache(maxsize=8)
+def _variances(lengths: Lengths) -> Array:
+    """Return for each N_D the variance of the number of requests at the start of a phase, for each request that a phase
+    encodes. A phase encodes a fixed number, of which each decodes in the phase j after with probability P(D > j N_D).
+    # [max D]
+    """
+    survivals = (lengths.survival[n::n] for n in range(1, max(2, lengths.max_output)))
+    return np.asarray([float(p @ (1 - p)) for p in survivals])
 
 
 @lru_cache(maxsize=8)

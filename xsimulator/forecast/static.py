@@ -98,6 +98,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
         encode_tokens=batch * lengths.mean_input,
         decode_batch=batch,
         peak_requests=batch,
+        peak_variance=np.zeros_like(cycle),
         peak_tokens=_most_tokens(lengths, each),
         cycle=cycle,
         bubble=model.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),

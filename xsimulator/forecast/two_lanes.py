@@ -120,6 +120,7 @@ class TwoLaneModel:
             encode_tokens=tokens,
             decode_batch=batch,
             peak_requests=cap,
+            peak_variance=np.zeros_like(cap),
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=encode_batch / throughput,
             bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
