@@ -23,8 +23,8 @@ from xscheduler.arrival_rate import (
     sampled,
 )
 from xscheduler.found import Found
-from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
-from xscheduler.objectives.branches import BOUND, Branches
+from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
+from xscheduler.objectives.branches import BOUND, MOST_PREDICTIONS, Branches
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space, columns_of
@@ -55,10 +55,10 @@ DEVIATIONS = 2.0
 """Two simulated rates count as different if they differ by this number of standard deviations."""
 NOISE = 0.05
 """By chance, the rate of a run of `LEAST_REQUESTS` requests may exceed its upper bound by up to this share."""
-ENDED_EARLY = (
-    f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
-)
 CLOSED_FORMS = Ceiling(None, "none: arrival rates along load curves come from closed forms, without simulation")
+MOST_MOVES = 40
+"""Largest number of moves to better neighbouring settings."""
+ENDED_EARLY = f"the search ended after {MOST_PREDICTIONS:,} predictions; with more, the bound may be tighter"
 SAMPLED = "none: sampled settings prove no bound"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
@@ -122,7 +122,7 @@ class Arrivals(Objective[PlanDraft]):
         best: CapacitySearch | None = None
         for i, kind in enumerate(order):
             started = time.perf_counter()
-            self._say(i, len(order), kind)
+            self._say(i, len(order), f"{kind}; in closed form, {order[0]} keeps {ranked[order[0]][0][1]:.3g} requests/s")
             # A policy that cannot win gets a coarse rate, and only its first plan is simulated.
             hopeless = best is not None and ranked[kind][0][1] < BEHIND * best.rate
             plans = ranked[kind][: 1 if hopeless else MOST_TRIED]
@@ -138,8 +138,6 @@ class Arrivals(Objective[PlanDraft]):
         started = time.perf_counter()
         self._say(len(order), len(order), "neighbours of the best plan")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        # The time limit begins only here, since simulations have been compiled by now, which a machine does only once.
-        self._until = time.perf_counter() + MOST_SECONDS
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
@@ -241,7 +239,7 @@ class Arrivals(Objective[PlanDraft]):
         last plan.
         """
         tried = {best.plan.policy}
-        while time.perf_counter() < self._until:
+        for _ in range(MOST_MOVES):
             near = [(other, rate) for other, rate in self._nearby(best.plan) if other.policy not in tried]
             tried.update(other.policy for other, _ in near)
             found = self._best_of(sorted(near, key=lambda item: -item[1]), best, DOUBT_NEARBY)
@@ -285,7 +283,7 @@ class Arrivals(Objective[PlanDraft]):
         if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > NOISE:
             return self._sampled_by_optuna(best)
         settled, self._branches.best_rate = 0, best.rate
-        for branch in self._branches.open(self._until):
+        for branch in self._branches.open():
             if settled == MOST_SETTLED:
                 break
             if branch.space not in self._rated:
@@ -302,7 +300,7 @@ class Arrivals(Objective[PlanDraft]):
                 best = self._best_nearby(better)
                 best.precision = SHARP
                 self._branches.best_rate = best.rate
-        self._ended_early = not self._branches.tighten(self._until)
+        self._ended_early = not self._branches.tighten()
         return best
 
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:

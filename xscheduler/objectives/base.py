@@ -16,8 +16,6 @@ Ranked = dict[str, list[tuple[Schedule, float]]]
 """For each policy, its plans and their values of the objective in closed form, the highest first."""
 
 
-MOST_SECONDS = 20.0
-"""After this many seconds, a search ends with the best plan so far and a note. Most searches take far less."""
 BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
 """Names of the bounds of a constraint."""
 TOGETHER = "none: requests that began together stay together, which closed forms do not model"

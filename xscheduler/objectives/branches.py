@@ -10,7 +10,6 @@ bound does not exceed the best simulated rate.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +38,8 @@ WAIT_STEPS = 5
 """Number of bisection steps to find the rate at which waiting leaves too little time."""
 MANY = 10**9
 """A number of tokens larger than any step's."""
+MOST_PREDICTIONS = 3_000_000
+"""Branches are no longer bounded after this many predictions. Most problems take far fewer."""
 FAR_BELOW = 0.9
 """A search for a bound ends once the bound is below this share of the simulated rate. How far below does not matter."""
 
@@ -54,6 +55,7 @@ class Branch:
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
         prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if each stage processes
             prompts one by one. Otherwise None.
+        predictions: number of predictions that bounding the branch has taken.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class Branch:
     in_steps: bool = False
     prompt_s: float | None = None
     is_refined: bool = False
+    predictions: int = 0
     _searched: list[_Searched] = field(default_factory=list)
 
     @property
@@ -135,6 +138,7 @@ class Branch:
             if known.holds(relaxed, left, at_least):
                 return max(known.bound.throughput, at_least)
         bound = upper_bound([relaxed], at_least)
+        self.predictions += bound.predictions
         self._searched.append(_Searched(left, at_least, bound))
         return bound.throughput
 
@@ -166,7 +170,7 @@ class _Searched(NamedTuple):
         A new search could not lower it if the best point found is still allowed: the bound exceeds this point's
         throughput by no more than the precision of a search.
         """
-        throughput, best = self.bound
+        throughput, best = self.bound.throughput, self.bound.best
         if (left > self.left).any():
             return False
         if throughput <= at_least:
@@ -230,15 +234,16 @@ class Branches:
         """Return the branch of a space."""
         return next(one for one in self.all if (one.kind, one.space.placement) == (space.kind, space.placement))
 
-    def open(self, until: float) -> Iterator[Branch]:
-        """Yield the branches that may sustain a higher rate than the best so far, the highest bound first.
+    @property
+    def is_spent(self) -> bool:
+        """Whether the search has made as many predictions as it may."""
+        return sum(branch.predictions for branch in self.all) >= MOST_PREDICTIONS
 
-        Args:
-            until: the time (`time.perf_counter`) after which no branch is yielded.
-        """
+    def open(self) -> Iterator[Branch]:
+        """Yield the branches that may sustain a higher rate than the best so far, the highest bound first."""
         heap, yielded = [(-branch.bound, i) for i, branch in enumerate(self.all)], set[Hashable]()
         heapq.heapify(heap)
-        while heap and -heap[0][0] > (1 + CLOSE) * self.best_rate and time.perf_counter() < until:
+        while heap and -heap[0][0] > (1 + CLOSE) * self.best_rate and not self.is_spent:
             _, i = heapq.heappop(heap)
             branch = self.all[i]
             if branch.is_refined:
@@ -258,15 +263,15 @@ class Branches:
             self._refined[alike] = branch.bound
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
-    def tighten(self, until: float) -> bool:
-        """Tighten the bounds of the branches that have the highest bounds. Return False if the time ran out."""
+    def tighten(self) -> bool:
+        """Tighten the bounds of the branches that have the highest bounds. Return False if the predictions ran out."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
             if branch.bound <= (1 + CLOSE) * highest:
                 break
-            if time.perf_counter() > until:
-                return False
             if branch.alike not in closest:
+                if self.is_spent:
+                    return False
                 self._say(branch)
                 branch.tighten(highest, self._waits)
                 closest[branch.alike] = branch.bound

@@ -320,14 +320,17 @@ class UpperBound(NamedTuple):
     Attributes:
         throughput: requests a second, all replicas together.
         best: the best allowed point that was predicted. None means that no point exceeds `at_least`.
+        predictions: number of predictions that the search made.
     """
 
     throughput: float
     best: SearchResult | None
+    predictions: int
 
 
 def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> UpperBound:
     """Return an upper bound on the throughput of all allowed points, or `at_least` if it is higher."""
     box_search = _Search(spaces, at_least)
     box_search.run()
-    return UpperBound(max(box_search.best_throughput, box_search.unexplored), box_search.best)
+    most = max(box_search.best_throughput, box_search.unexplored)
+    return UpperBound(most, box_search.best, box_search.predictions)
