@@ -122,7 +122,8 @@ class Arrivals(Objective[PlanDraft]):
         best: CapacitySearch | None = None
         for i, kind in enumerate(order):
             started = time.perf_counter()
-            self._say(i, len(order), f"{kind}; in closed form, {order[0]} keeps {ranked[order[0]][0][1]:.3g} requests/s")
+            predicted = f"in closed form, {order[0]} keeps {ranked[order[0]][0][1]:.3g} requests/s"
+            self._say(i, len(order), f"{kind}; {predicted}")
             # A policy that cannot win gets a coarse rate, and only its first plan is simulated.
             hopeless = best is not None and ranked[kind][0][1] < BEHIND * best.rate
             plans = ranked[kind][: 1 if hopeless else MOST_TRIED]
