@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.lib.outside import Attacked, attack_outside
 from tests.contract.test_claims import Case
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.schema import Constraint, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.best_plans import best_by_rate, kinds_of, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
@@ -120,11 +120,11 @@ def planned(subject: Problem, kind: str) -> Plan | None:
         return None
 
 
-def plans_at(by: Scheduler, space: Space, indices: np.ndarray, plan: Plan) -> Iterator[Plan]:
+def plans_at(by: Scheduler, space: Space, indices: np.ndarray, plan: Plan) -> Iterator[PlanDraft]:
     """Yield the plans of points of a space that fit in memory, by their numbers."""
     points = space.points(indices)
     for i in range(len(indices)):
-        one = by.plan_at(space, space.settings(points, i), plan.search)
+        one = by.draft_at(space, space.settings(points, i), plan.search.effort)
         if one is not None:
             yield one
 
