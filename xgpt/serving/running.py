@@ -32,14 +32,14 @@ from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
     from xgpt.core.policies import Pool
-    from xgpt.serving.serve import ServeRequest
+    from xgpt.requests import ServeFields
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def running(
-    plan: Plan, request: ServeRequest, machines: Machines | None = None
+    plan: Plan, request: ServeFields, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
     """Start a plan's engine in a separate process, its planner and its step log. All end with the context.
 
@@ -91,7 +91,7 @@ def running(
         )
 
 
-def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
+def start_engine(plan: Plan, request: ServeFields, machines: Machines | None = None) -> RemoteEngine:
     """Start a plan's engine: xgpt's in a separate process, or vLLM. Return the engine once it is ready for requests.
 
     Raises:
@@ -128,7 +128,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
         return RemoteEngine(launch(plan), limits, launch, limits_of)
 
 
-def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
+def _planner(plan: Plan, request: ServeFields) -> BackgroundPlanner | None:
     """Return the planner for re-planning, or None if re-planning is off or impossible here. If it is impossible, the
     log states the reason.
     """
