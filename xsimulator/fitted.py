@@ -7,11 +7,10 @@ prompts' attention has another one.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from xgpt.core.schema import CrossTimes, Curve, EngineSpec, LayerTimes, Plan, Profile
+from xgpt.core.schema import CrossTimes, Curve, EngineSpec, LayerTimes, PlanDraft, Profile
 
-P = TypeVar("P", bound=Plan)
 SOURCE = "fitted to measured loads"
 
 
@@ -61,7 +60,7 @@ class Fit(NamedTuple):
         sources = engine.sources | {"before_admission_s": SOURCE}
         return engine.but(before_admission_s=engine.before_admission_s + self.path_s, sources=sources)
 
-    def of_plan(self, plan: P) -> P:
+    def of_plan(self, plan: PlanDraft) -> PlanDraft:
         """Return the plan with the corrected engine. A plan without an engine is returned unchanged."""
         return plan if plan.engine is None else plan.but(engine=self.of_engine(plan.engine))
 
