@@ -174,12 +174,12 @@ def call_in(text: str) -> Call | None:
     try:
         match json.loads(text):
             case {"name": str(name), **rest} | {"function": str(name), **rest} | {"tool_name": str(name), **rest}:
-                given = rest.get("arguments", rest.get("parameters"))
-                given = given if not isinstance(given, str) else json.loads(given)
+                given = rest["arguments"] if "arguments" in rest else rest["parameters"]
+                given = json.loads(given) if isinstance(given, str) and given else given or {}
                 if isinstance(given, dict) and is_unicode(name):
                     id_ = rest.get("id")
                     return Call(name, written(given), id_ if isinstance(id_, str) and is_unicode(id_) else None)
-    except (ValueError, RecursionError):
+    except (ValueError, KeyError, RecursionError):
         pass
     return None
 

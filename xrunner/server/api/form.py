@@ -193,7 +193,9 @@ class OutputForm:
             for number, (names, schema) in enumerate(groups):
                 named = f"({'|'.join(map(re.escape, names))})"
                 spelt = "|".join(_expression(head, named) for head in heads)
-                rules.append(f"tag_{number}: trigger_{number} WS? {json_rule(schema)} {close}")
+                # Some models write the object as a string of JSON.
+                arguments = "value" if schema is ANY_ARGUMENTS and openings[0].is_object else json_rule(schema)
+                rules.append(f"tag_{number}: trigger_{number} WS? {arguments} {close}")
                 rules.append(f"trigger_{number}[lazy]: TEXT /{spelt}/")
             rules.append(f"tag: {' | '.join(f'tag_{number}' for number in range(len(groups)))}")
         else:

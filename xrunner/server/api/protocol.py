@@ -40,7 +40,7 @@ from xrunner.server.api.calls import short_id, types_of
 from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.reader import OutputReader
-from xrunner.server.api.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
+from xrunner.server.api.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, must_call
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -570,10 +570,12 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def schemas(self, field: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the JSON schemas in a field, each with its path."""
+        """Return the JSON schemas in a field that the output must follow, each with its path."""
         if field == "tools":
-            tools = enumerate(self.tools or ())
-            return [(f"[{i}].function.parameters", tool.function.parameters or {}) for i, tool in tools]
+            choice = self.chosen_tools
+            functions = [tool.function for tool in (self.tools or ()) if choice != "none"]
+            tools = [(i, each) for i, each in enumerate(functions) if each.strict or must_call(choice)]
+            return [(f"[{i}].function.parameters", function.parameters or {}) for i, function in tools]
         if self.structured_outputs is not None:
             return [("json", self.structured_outputs.json or {})]
         if isinstance(self.response_format, JsonSchemaFormat):

@@ -61,6 +61,9 @@ TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
 of these parts. Each part counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
 grammar did.
 """
+MAX_OPTIONAL = 450
+"""Largest number of optional properties of an object. Each may come next, which takes llguidance four items of a row of
+at most 2,000; with rows of 6,000, a step takes 40 ms."""
 MAX_KEY = 60
 """Largest number of characters that messages show of a property's name."""
 
@@ -76,6 +79,19 @@ def _first_line(reason: str) -> str:
     if said.endswith("regex parse error:") and why is not None:
         said = f"{said} {cut(more[0].strip(), MAX_KEY)}: {why.removeprefix('error: ')}"
     return said
+
+
+def _num_optional(schema: Any) -> int:
+    """Return the largest number of optional properties of one object in a JSON schema, alternatives added up."""
+    if isinstance(schema, list):
+        return max(map(_num_optional, schema), default=0)
+    if not isinstance(schema, dict):
+        return 0
+    properties, required = schema.get("properties"), schema.get("required")
+    own = len(properties.keys() - set(map(str, required or ()))) if isinstance(properties, dict) else 0
+    for name in ("anyOf", "oneOf", "allOf"):
+        own += sum(map(_num_optional, schema[name])) if isinstance(schema.get(name), list) else 0
+    return max([own, *map(_num_optional, schema.values())])
 
 
 def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -272,6 +288,11 @@ class Service:
         """Refuse grammars that outputs cannot follow. An engine without grammars leaves optional calls free."""
         try:
             grammar = request.grammar
+            for held in filter(None, (request.format_field, "tools")):
+                for path, schema in request.schemas(held):
+                    if (number := _num_optional(schema)) > MAX_OPTIONAL:
+                        said = f"{path} has an object with {number} optional properties; at most {MAX_OPTIONAL} can"
+                        refuse(held, f"{said} be followed, so list more of them in required")
         except RecursionError:
             field = "tools" if request.chosen_tools != "none" else request.format_field
             refuse(field or "tools", "its JSON schema nests too deeply; send a flatter one")

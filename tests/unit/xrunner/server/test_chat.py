@@ -222,6 +222,38 @@ def test_a_schema_that_cannot_be_enforced_refuses_no_free_chat(kind: str, tmp_pa
         assert answer.status_code == 400 and "tools" in answer.json()["error"]["message"]
 
 
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(300)}}
+
+
+@pytest.mark.parametrize("kind", ["one", "nested", "alternatives"])
+def test_a_schema_that_no_output_could_follow_is_refused_before(kind: str, tmp_path: Path) -> None:
+    """600 optional properties were accepted, and the answer was 500."""
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    many = WIDE | {"properties": {f"p{number}": {} for number in range(600)}}
+    schema = {
+        "one": many,
+        "nested": {"type": "object", "properties": {"a": {"type": "array", "items": many}}, "required": ["a"]},
+        "alternatives": {"anyOf": [WIDE, WIDE | {"description": "x"}]},
+    }[kind]
+    grammars = Grammars(path, 1000, {2})
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec(), grammars=grammars)) as url:
+        function = {"name": "f", "parameters": schema}
+        formatted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        for fields, refused in (
+            ({"response_format": formatted}, "response_format: json_schema.schema has an object with 600 optional"),
+            ({"structured_outputs": {"json": schema}}, "structured_outputs: json has an object with 600 optional"),
+            ({"tools": [{"type": "function", "function": function}], "tool_choice": "required"}, "tools: [0].function"),
+            ({"tools": [{"type": "function", "function": function | {"strict": True}}]}, "tools: [0].function"),
+            ({"tools": [{"type": "function", "function": function}]}, None),
+            ({"response_format": formatted | {"json_schema": {"name": "x", "schema": WIDE}}}, None),
+        ):
+            body = {"model": "fake", "messages": MESSAGES, "max_tokens": 2} | fields
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+            assert (answer.status_code, refused or "") == (400 if refused else 200, refused or "")
+            assert refused is None or answer.json()["error"]["message"].startswith(refused)
+
+
 def test_a_streams_head_does_not_wait_for_its_first_token() -> None:
     """Proxies, and Node's fetch, give up on a connection that stays silent."""
     with running(fake_app(fake_engine(FakeExecutor(step_s=4.0)), codec=byte_codec())) as url:

@@ -338,6 +338,8 @@ def test_a_free_output_writes_text_or_calls_with_json(small: Path, kind: str, wi
         assert holds(grammars, tokenizer, grammar, head.replace("weather", "nope") + '{"a": 1}' + end)
         assert holds(grammars, tokenizer, grammar, f'{head}{{"place": "Rome"}}{end}')
         assert not any(holds(grammars, tokenizer, grammar, head + document) for document in NO_DOCUMENTS)
+        is_string = holds(grammars, tokenizer, grammar, head + '"{\\"place\\": \\"Rome\\"}"' + end)
+        assert is_string == (grammar == free and format_ in (HERMES, LLAMA, MISTRAL_LIST))
     assert not holds(grammars, tokenizer, strict, f'{head}{{"place": "Paris"}}{end}')
 
 
@@ -364,7 +366,7 @@ DOCUMENTS = (
     *('{"a":[]}', '{"a":[ ]}', '{"a":[1 , 2]}', '{"a":[[],{}]}', '{"a":{"b":{"c":{}}}}', '{"a":[{"b":[null,false]}]}'),
     '{"a":"' + "x" * 300 + '"}',
 )
-NO_DOCUMENTS = ("<", "[1]", '{"a":1,}', '{"a":01}', "{a:1}", '{"a":"\\x"}', '{"a":"\n"}', "{'a':1}")
+NO_DOCUMENTS = ("<", '{"a":1,}', '{"a":01}', "{a:1}", '{"a":"\\x"}', '{"a":"\n"}', "{'a':1}")
 
 
 def test_there_are_as_many_documents_as_were_refused_before() -> None:
