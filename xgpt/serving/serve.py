@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import socket
 from ssl import SSLContext
 from threading import Event
 from typing import TYPE_CHECKING
+
+import click
 
 from xgpt.checkpoints.files import default_output
 from xgpt.core import policies
@@ -32,6 +35,7 @@ from xrunner.server.http.app import create_app
 from xrunner.server.http.connections import check_address
 from xrunner.server.http.process import DRAIN_S, KEY, server_context
 from xrunner.server.http.process import serve as serve_app
+from xrunner.server.http.watchdog import inherited_listener
 from xrunner.server.submission import Limits
 from xrunner.vllm.command import launch
 from xrunner.vllm.machines import Machines, follow
@@ -199,7 +203,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         check_plan(plan, request.ray)
     else:
         check_xgpt_runs(plan, request.ray)
-    if machines is None or not machines.rank:
+    bound = inherited_listener()
+    if bound is None and (machines is None or not machines.rank):
         _check_port(request, on_note)
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
@@ -213,7 +218,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         if machines is not None and machines.rank:
             follow_first(plan, machines)
         else:
-            _serve(plan, request, limits, machines)
+            _serve(plan, request, limits, machines, bound)
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
@@ -256,7 +261,7 @@ def _no_end_by_hangup() -> Iterator[None]:
         signal.signal(signal.SIGHUP, previous)
 
 
-def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines | None) -> None:
+def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines | None, bound: socket | None) -> None:
     keys, tls = request.keys(plan), request.tls()
     with ExitStack() as at_end:
         tracer = open_tracer(request.otlp_endpoint)
@@ -279,6 +284,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
             drain_s=request.drain_s or DRAIN_S,
             shutdown_delay_s=request.shutdown_delay_s,
             tls=tls,
+            bound=bound,
+            restarts=click.get_current_context(silent=True) is not None,  # another program is not started again
         )
 
 

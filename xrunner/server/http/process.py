@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 from asyncio.sslproto import SSLProtocol
 from functools import partial
@@ -34,6 +35,7 @@ from xrunner.server.http.connections import (
     Listener,
     Protocol,
 )
+from xrunner.server.http.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ def serve(
     drain_s: float = DRAIN_S,
     shutdown_delay_s: float = 0.0,
     tls: ssl.SSLContext | None = None,
+    bound: socket.socket | None = None,
+    restarts: bool = False,
 ) -> None:
     """Answer requests until SIGTERM, then return. SIGINT raises KeyboardInterrupt. Port 0 means any free port.
 
@@ -61,6 +65,9 @@ def serve(
 
     Args:
         tls: context with the server's certificate. None means HTTP without TLS.
+        bound: a listening socket to use instead of the address.
+        restarts: whether a hang of the event loop starts this process's command again (`watchdog`). Otherwise the
+            process ends.
 
     Raises:
         MachineError: the address is not available, or the engine's workers cannot be restarted.
@@ -69,8 +76,13 @@ def serve(
     # cleaned up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with Listener.at(host, port) as listener:
-            Server(app, listener, drain_s=drain_s, shutdown_delay_s=shutdown_delay_s, tls=tls).run([listener])
+        with Listener.at(host, port) if bound is None else Listener(bound) as listener:
+            watchdog = None
+            if threading.current_thread() is threading.main_thread():
+                watchdog = Watchdog(listener, restarts=restarts)
+            Server(app, listener, drain_s=drain_s, shutdown_delay_s=shutdown_delay_s, tls=tls, watchdog=watchdog).run(
+                [listener]
+            )
         if app.state.engine.fatal is not None:
             raise app.state.engine.fatal
     finally:
@@ -149,8 +161,10 @@ class Server(GuardedServer):
         drain_s: float = DRAIN_S,
         shutdown_delay_s: float = 0.0,
         tls: ssl.SSLContext | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         super().__init__(app, listener, tls)
+        self._watchdog = watchdog
         self._drain_s, self._shutdown_delay_s = drain_s, shutdown_delay_s
         self._app = app
         self._engine: EngineClient = app.state.engine
@@ -158,6 +172,9 @@ class Server(GuardedServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._watchdog is not None:
+            self._reporting = asyncio.create_task(self._watchdog.report())
+            self._watchdog.start()
         # Loaded modules stay in memory. If the garbage collector examined them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()

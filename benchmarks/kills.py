@@ -1,0 +1,142 @@
+"""Kill each process of a server many times, with and without requests, and state the distribution of what follows.
+
+    python -m benchmarks.kills [--times 20] [--only engine] [--json kills.json]
+
+`xgpt serve` runs a small model with tensor parallelism on two cores. SIGKILL ends its engine, a worker or the launcher.
+A server ends after four losses, so each one gets three. With requests, eight streams run during the kill. Every stream
+must have the tokens of an undisturbed engine. A killed front must leave nothing behind, and the time is that until the
+next server answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from benchmarks.faults import requests, undisturbed
+from benchmarks.lib.served_plans import PLANS, Served, left_over, served
+from xgpt.client import replay
+from xgpt.core.processes import children_of
+
+STREAMS, PER_SERVER, WITHIN_S = 8, 3, 120.0
+VICTIMS = ("engine", "worker", "launcher", "front")
+
+
+@dataclass
+class KillRow:
+    """What followed the kills of one kind of process.
+
+    Attributes:
+        back_s: seconds from each kill until a request was answered.
+        lost, changed: requests that got an error or other tokens. The streams of a killed front are not counted.
+        ended: servers that ended although another process was killed.
+        left_over: processes and sockets that a killed front left behind.
+    """
+
+    victim: str
+    is_loaded: bool
+    back_s: list[float] = field(default_factory=list)
+    requests: int = 0
+    lost: int = 0
+    changed: int = 0
+    ended: int = 0
+    left_over: int = 0
+
+    def __str__(self) -> str:
+        times = sorted(self.back_s) or [0.0]
+        spread = f"back after {times[0]:.1f}, {median(times):.1f}, {times[-1]:.1f} s (least, median, most)"
+        return (
+            f"{self.victim}, {'with' if self.is_loaded else 'without'} requests: {len(self.back_s)} kills, {spread}; "
+            f"{self.lost} of {self.requests} requests lost, {self.changed} changed, {self.ended} servers ended, "
+            f"{self.left_over} left over"
+        )
+
+
+def victim_of(server: Served, name: str) -> int:
+    """Return the id of the process to kill."""
+    engine = server.engine
+    assert engine is not None
+    (launcher,) = (
+        pid for pid in children_of(engine) if b"cluster.launcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return {"engine": engine, "launcher": launcher, "worker": server.pids[-1], "front": server.process.pid}[name]
+
+
+@contextmanager
+def fresh() -> Iterator[Served]:
+    with tempfile.TemporaryDirectory() as directory, served(PLANS["TP 2"](), Path(directory)) as server:
+        yield server
+
+
+async def one_kill(server: Served, row: KillRow, expected: list[list[int]]) -> None:
+    """Kill a process, and wait until a request is answered again."""
+    streams = asyncio.create_task(replay(server.url, requests(STREAMS), concurrency=STREAMS)) if row.is_loaded else None
+    await asyncio.sleep(0.3)
+    os.kill(victim_of(server, row.victim), signal.SIGKILL)
+    began_s = time.monotonic()
+    results = await replay(server.url, requests(STREAMS)[:1], concurrency=1)
+    row.back_s.append(round(time.monotonic() - began_s, 2))
+    results += [] if streams is None else await streams
+    wanted = expected[:1] + expected[: len(results) - 1]
+    row.requests += len(results)
+    row.lost += sum(result.error is not None for result in results)
+    row.changed += sum(
+        one.error is None and one.token_ids != tokens for one, tokens in zip(results, wanted, strict=True)
+    )
+
+
+def kill_front(row: KillRow) -> None:
+    """Kill a front, and start another server."""
+    with fresh() as server:
+        began_s = time.monotonic()
+        os.kill(server.process.pid, signal.SIGKILL)
+        while (found := left_over(server.process.pid, ())) and time.monotonic() < began_s + 30:
+            time.sleep(0.05)
+            server.process.poll()
+        row.left_over += len(found)
+    with fresh() as server:
+        asyncio.run(replay(server.url, requests(STREAMS)[:1], concurrency=1))
+        row.back_s.append(round(time.monotonic() - began_s, 2))
+
+
+def measure(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
+    while len(row.back_s) < times:
+        if row.victim == "front":
+            kill_front(row)
+            continue
+        with fresh() as server:
+            for _ in range(min(PER_SERVER, times - len(row.back_s))):
+                asyncio.run(asyncio.wait_for(one_kill(server, row, expected), WITHIN_S))
+                if server.process.poll() is not None:
+                    row.ended += 1
+                    break
+    return row
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--times", type=int, default=20)
+    options.add_argument("--only", choices=VICTIMS)
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    expected, rows = undisturbed(STREAMS), []
+    for victim in [given.only] if given.only else VICTIMS:
+        for is_loaded in (False, True)[: 1 if victim == "front" else 2]:
+            rows.append(measure(KillRow(victim, is_loaded), given.times, expected))
+            print(rows[-1], flush=True)
+            if given.json:
+                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
