@@ -102,6 +102,8 @@ class Opening:
 
     @property
     def pattern(self) -> Pattern:
+        if isinstance(self.arguments, Tags):
+            return compiled(f"{self.head}%-", "(?=<)")
         return compiled(self.head, r"(?=\{)" if self.arguments is None else "")
 
     @property
@@ -213,7 +215,7 @@ MISTRAL = CallFormat(
     "Mistral",
     ("[TOOL_CALLS]", "[ARGS]"),
     ("[TOOL_CALLS]",),
-    (Opening("%n[ARGS]"), Opening("%n[CALL_ID]%i[ARGS]")),
+    (Opening("%n[ARGS]%-"), Opening("%n[CALL_ID]%i[ARGS]%-"), Opening("%n%-")),
     short_ids=True,
 )
 DEEPSEEK = CallFormat(
@@ -231,15 +233,18 @@ CALL_FORMATS = (
     CallFormat(
         "Kimi K2",
         ("<|tool_calls_section_begin|>",),
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        (Opening("<|tool_call_begin|>functions.%n:%i%-<|tool_call_argument_begin|>%-", close="<|tool_call_end|>"),),
-        ("<|tool_calls_section_end|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
+        tuple(
+            Opening(f"<|tool_call_begin|>%-{name}:%i%-<|tool_call_argument_begin|>%-", close="<|tool_call_end|>")
+            for name in ("functions.%n", "%n")
+        ),
+        ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     ),
     CallFormat(
         "GLM 4.5 and later",
         ("<tool_call>", "<arg_key>"),
         ("<tool_call>",),
-        (Opening("%n\n", Tags("<arg_key>%k</arg_key>%-<arg_value>", "</arg_value>"), "</tool_call>"),),
+        (Opening("%n", Tags("<arg_key>%k</arg_key>%-<arg_value>", "</arg_value>"), "</tool_call>"),),
     ),
     QWEN_CODER,
     CallFormat(
@@ -263,14 +268,14 @@ CALL_FORMATS = (
         "Gemma 4",
         ("<|tool_call>",),
         ("<|tool_call>",),
-        (Opening("call:%n{", Literals(('<|"|>',)), "}"),),
+        (Opening("call:%n{", Literals(('<|"|>', '"', "'")), "}"),),
         ("<tool_call|>",),
     ),
     CallFormat(
         "FunctionGemma",
         ("<start_function_call>",),
         ("<start_function_call>",),
-        (Opening("call:%n{", Literals(("<escape>",)), "}"),),
+        (Opening("call:%n{", Literals(("<escape>", '"', "'")), "}"),),
         ("<end_function_call>",),
     ),
     CallFormat(

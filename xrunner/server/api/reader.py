@@ -303,7 +303,11 @@ class OutputReader:
     def _parameters(self) -> None:
         """Read the beginning of a parameter, or the end of the arguments."""
         assert isinstance(self._opening.arguments, Tags)
+        end = self._opening.arguments.end
         self._skip_space()
+        if self._held.startswith(end):  # some models write it twice
+            self._take(len(end))
+            return
         pattern = compiled(self._opening.arguments.begin)
         if (found := pattern.whole.match(self._held)) is not None:
             self._take(found.end())
@@ -311,7 +315,10 @@ class OutputReader:
             self._step = self._value
         elif self._is_end and pattern.partial.fullmatch(self._held) is not None:
             self._take(len(self._held))  # the output was cut off here
-        elif self._held and not self._may_begin(self._opening.close) and pattern.partial.fullmatch(self._held) is None:
+        elif not (
+            any(self._may_begin(mark) for mark in (self._opening.close, end))
+            or pattern.partial.fullmatch(self._held) is not None
+        ):
             self.found.append("}" if self._num_parameters else "{}")
             self._go(self._between)
 
