@@ -43,7 +43,10 @@ def _fields(request: type[RequestBase]) -> list[dict[str, Any]]:
 
 
 def _group(request: type[RequestBase], name: str) -> str:
-    """Return the group of the class that declares a field."""
+    """Return the group of a field, or else of the class that declares it."""
+    option = next((one for one in request.model_fields[name].metadata if isinstance(one, Option)), Option())
+    if option.group:
+        return option.group
     declares = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
     group: str = declares.group  # type: ignore[attr-defined]
     return group

@@ -16,7 +16,16 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Speculation, Workload
 from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
-from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, load_trace, workload_of
+from xgpt.resolve import (
+    engine_of,
+    known_id,
+    load_classes,
+    load_cluster,
+    load_engine,
+    load_model,
+    load_trace,
+    workload_of,
+)
 from xgpt.served_profile import as_served
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem, runs_in_vllm
@@ -174,6 +183,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
     # If only a config is given, the config is the model.
     if request.config is not None and "model" not in request.model_fields_set:
         return read_config(Path(request.config)), None, None
+    model = known_id(model)
     spec, checkpoint = load_model(model, request.config)
     if hub.is_id(model) and not Path(model).exists():
         return spec, checkpoint, HUB + model

@@ -66,6 +66,7 @@ class Option:
         unset: what the help says about the value None.
         names: the kind of shipped configs whose names the shell completes.
         is_required: whether the command line requires the option.
+        group: heading under which the help lists the option. "" means that of the class.
     """
 
     flag: str | None = ""
@@ -74,8 +75,11 @@ class Option:
     unset: str = ""
     names: str = ""
     is_required: bool = False
+    group: str = ""
 
 
+RESEARCH = "Research"
+"""Group of the options that reproduce papers, or are for experiments."""
 TOGETHER = Option(metavar="SHARE", unset="no separate share: `quantile` applies to all bounds together")
 Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 """The name of a shipped config, or a path."""
@@ -174,13 +178,15 @@ class ObjectiveAndShares(BoundFields):
     """The objective, and the share of requests that must keep the bounds."""
 
     group: ClassVar[str] = "Bounds"
-    objective: Annotated[Objective | None, Option(unset="arrivals; saturated with `sla` or `search=exhaustive`")] = None
+    objective: Annotated[
+        Objective | None, Option(unset="arrivals; saturated with `sla` or `search=exhaustive`", group=RESEARCH)
+    ] = None
     """What to maximise. arrivals: the highest rate of Poisson arrivals at which the bounds are kept; latency counts
     from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in
     ExeGPT."""
     quantile: Share = 0.99
     """Share of requests that must keep the bounds."""
-    sla: Annotated[Sla | None, Option(unset="length")] = None
+    sla: Annotated[Sla | None, Option(unset="length", group=RESEARCH)] = None
     """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is
     at the quantile. request: the quantile of the simulated latencies of all requests."""
     ttft_quantile: Annotated[Share | None, TOGETHER] = None
@@ -215,7 +221,7 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     confidence: Share = 0.9
     """Probability with which the smallest number of devices must sustain the load, by the errors of earlier
     predictions."""
-    search: SearchMethod = "branch-and-bound"
+    search: Annotated[SearchMethod, Option(group=RESEARCH)] = "branch-and-bound"
     """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and
     proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
     kv: Annotated[KvPromise | None, Option(unset="as the engine does")] = None
@@ -278,11 +284,11 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: choose the cheapest of these clusters that sustains the load, with the fewest devices.
     PRICE is the price of one device for an hour."""
-    maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput")] = None
+    maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput", group=RESEARCH)] = None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as
     "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
     running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
-    order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time")] = None
+    order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time", group=RESEARCH)] = None
     """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest
     prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which
     finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB)."""
@@ -426,7 +432,7 @@ class EngineFields(RuleField):
     group: ClassVar[str] = "Engine"
     engine: EngineKind = "xgpt"
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
-    batching: Batching = "flat"
+    batching: Annotated[Batching, Option(group=RESEARCH)] = "flat"
     """Layout of a batch. flat: no padding. padded: one row for each request. rows: several requests in each row, one
     after the other. slots: rows divided into slots, each of which is freed when its request has finished. All except
     flat need a plan of policy static for one device."""

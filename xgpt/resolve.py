@@ -44,6 +44,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
     Raises:
         InputError: there is no such model, or the file does not describe a model.
     """
+    name = known_id(name)
     if hub.is_id(name) and not Path(name).exists():
         return _load_by_id(name, config)
     if config is not None:
@@ -59,6 +60,12 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         says = "it has neither model_type, as a config.json has, nor name, as a shipped model has"
         raise InputError("model", name, says)
     return parse(document, ModelSpec, "model"), None
+
+
+def known_id(name: str) -> str:
+    """Return the hub id that a model's name means, or the name itself if it is shipped, a path, an id or not known."""
+    is_other = "/" in name or name in config_names("models") or Path(name).exists()
+    return name if is_other else hub.id_of_name(name) or name
 
 
 def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | None]:

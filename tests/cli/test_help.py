@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 import pytest
 
 from tests.cli.commands import Xgpt
-from xgpt.cli import COMMANDS, commands, in_options
+from xgpt.cli import COMMANDS, GROUPS, commands, in_options
 
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
@@ -23,7 +24,18 @@ def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "3", "--cluster")
     assert "did you mean h200x1 or h200x32 or h200x8? Otherwise give a path or one of" in xgpt.fails(2, *asked, "H200")
     assert "These commands have it: `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
-    assert "The commands are plan, fleet, profile," in xgpt.fails(2, "zzz")
+    assert "The commands are plan, serve, export, " in xgpt.fails(2, "zzz")
+
+
+def test_the_first_page_has_four_verbs_and_the_rest_by_group(xgpt: Xgpt) -> None:
+    page = xgpt("--help").out
+    first = [name for name in GROUPS[""] if name in COMMANDS]
+    head, _, more = page.partition("More (xgpt COMMAND --help):")
+    assert [line.split()[0] for line in head.partition("Commands:")[2].splitlines() if re.match(r"  \w", line)] == first
+    assert all(name in more for name in COMMANDS if name not in first) and len(page.splitlines()) < 35
+    for option in ("--sla", "--maximise", "--order", "--search"):
+        page = xgpt("plan", "--help").out
+        assert page.index("Research options:") < page.index(f"  {option} ")
 
 
 def test_an_error_about_a_flag_shows_no_value() -> None:

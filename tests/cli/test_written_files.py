@@ -135,6 +135,26 @@ def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
     assert [xgpt(*export, "-o", "deploy").code for _ in range(2)] == [0, 0]
 
 
+def test_a_plan_shows_by_itself_that_xgpt_wrote_it(xgpt: Xgpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another container or home, there is no record of it."""
+    plan = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--objective", "saturated")
+    assert xgpt(*plan).code == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert not is_recorded(Path("plan.json"))
+    assert xgpt(*plan).code == 0
+    text = Path("plan.json").read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    for edited in (
+        text.replace('"max_batch": ', '"max_batch": 1'),
+        text.replace("requests", "Requests", 1),
+        text + " ",
+    ):
+        Path("plan.json").write_text(edited)
+        assert edited != text and "changed since" in xgpt.fails(2, *plan)
+    Path("plan.json").write_text(text)
+    assert xgpt(*plan).code == 0
+
+
 def test_a_step_log_replaces_only_a_step_log(xgpt: Xgpt, plan: Path) -> None:
     before = plan.read_bytes()
     for read in options_of("serve"):

@@ -111,7 +111,16 @@ def test_a_list_of_choices_stands_once(choices: object) -> None:
 def test_help_lists_the_most_used_options_first_then_groups() -> None:
     text = CliRunner().invoke(command_of("plan"), ["--help"]).output
     titles = [line.removesuffix(" options:") for line in text.splitlines() if line.endswith(" options:")]
-    assert titles == ["Most used", "Problem", "Bounds", "Search", "Speculative decoding", "Arrivals", "Output"]
+    assert titles == [
+        "Most used",
+        "Problem",
+        "Bounds",
+        "Search",
+        "Speculative decoding",
+        "Arrivals",
+        "Output",
+        "Research",
+    ]
     first = text.partition("Most used options:")[2].partition("Problem options:")[0]
     options = [line.split()[0].strip(",") for line in first.splitlines() if line.lstrip().startswith("-")]
     assert options == ["--latency-bound", "--model", "--cluster", "--workload", "-o"]

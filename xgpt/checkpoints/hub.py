@@ -46,9 +46,36 @@ def cached(model_id: str) -> Path | None:
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
+_VARIANTS = re.compile(r"-(instruct|chat|it|hf|thinking|base)(?=-|$)")
+"""Words of a model's name that do not change its shape."""
+
+
 def shipped_as(model_id: str) -> str | None:
-    """Return the name of the shipped config for the model with this id, or None if there is no such config."""
-    return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
+    """Return the name of the shipped config for the model with this id, or None if there is no such config. Another
+    organisation's model of the same name has the same shape.
+    """
+    exact = next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
+    return exact or _by_plain_name().get(_plain(model_id), (None, ""))[0]
+
+
+def id_of_name(name: str) -> str | None:
+    """Return the hub id that a name without an organisation means, as in Llama-3.3-70B, or None if it is not known."""
+    return _by_plain_name().get(_plain(name), (None, None))[1]
+
+
+def _plain(name: str) -> str:
+    name = name.rpartition("/")[2].lower().replace("_", "-").removeprefix("meta-")
+    return _VARIANTS.sub("", name)
+
+
+@cache
+def _by_plain_name() -> dict[str, tuple[str, str]]:
+    """Return shipped names and hub ids by what all spellings of a model's name have in common."""
+    found: dict[str, tuple[str, str]] = {}
+    for shipped, ids in _shipped_ids().items():
+        for each in ids:
+            found.setdefault(_plain(each), (shipped, each))
+    return found
 
 
 def id_of_shipped(name: str) -> str | None:

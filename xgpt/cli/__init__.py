@@ -21,23 +21,15 @@ from xgpt.cli.options import fields_as_options
 from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable, similar
 from xgpt.core.version import __version__
 
-COMMANDS = (
-    "plan",
-    "fleet",
-    "profile",
-    "simulate",
-    "compare",
-    "serve",
-    "autoscale",
-    "bench",
-    "calibrate",
-    "replan",
-    "report",
-    "export",
-    "ui",
-    "doctor",
-    "completion",
-)
+GROUPS = {
+    "": ("plan", "check", "serve", "export"),
+    "judge": ("compare", "simulate", "replan", "report", "ui"),
+    "measure": ("profile", "bench", "calibrate", "tune", "watch"),
+    "fleet": ("fleet", "autoscale"),
+    "machine": ("doctor", "completion"),
+}
+"""Commands by group. Those without a group come first in the help, each with a sentence."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names if hasattr(commands, name))
 
 
 LONGEST_HELP = 200
@@ -54,12 +46,13 @@ class _Commands(click.Group):
         return getattr(commands, name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands, each with the complete first sentence of its help, on two lines if
-        necessary.
-        """
+        """Write the first commands with the complete first sentence of their help, and the others by group."""
         with formatter.section("Commands"):
-            texts = [(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in COMMANDS]
-            formatter.write_dl(texts)
+            first = [name for name in GROUPS[""] if name in COMMANDS]
+            formatter.write_dl([(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in first])
+        with formatter.section("More (xgpt COMMAND --help)"):
+            more = {group: [name for name in names if name in COMMANDS] for group, names in GROUPS.items() if group}
+            formatter.write_dl([(group, ", ".join(names)) for group, names in more.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

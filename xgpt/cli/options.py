@@ -29,6 +29,8 @@ FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
 """By command: the file that runs it instead of run.py. These commands need fewer or more imports."""
 OUTPUT = "Output"
 """Group of the options that are not fields of a request."""
+RESEARCH = "Research"
+"""The last group: `xgpt.requests.RESEARCH`."""
 
 
 @cache
@@ -63,7 +65,8 @@ class Command(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters in the order in which help lists them."""
         groups = [self.group_of(param) for param in self.params]
-        ranks = {group: rank for rank, group in enumerate(dict.fromkeys(["Most used", *groups, OUTPUT]))}
+        first = ["Most used", *(group for group in groups if group != RESEARCH), OUTPUT, RESEARCH]
+        ranks = {group: rank for rank, group in enumerate(dict.fromkeys(first))}
         return sorted(super().get_params(ctx), key=lambda param: ranks.get(self.group_of(param), len(ranks)))
 
     def group_of(self, param: click.Parameter) -> str:

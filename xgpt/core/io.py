@@ -52,6 +52,10 @@ FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", 
 """Suffixes of names that stand for files, not for shipped configs."""
 
 
+OF_PAPERS = ("gpt3-", "opt-", "t5-", "tcb-")
+"""Beginnings of names of models that papers measure. Lists show them apart."""
+
+
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     """Return the path of a config. `name` is a shipped config's name, or a path.
 
@@ -72,9 +76,15 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
         raise InputError(field, name, "there is no such file or directory; check the path")
     names = config_names(kind)
     near = nearest_names(name, names)
-    known = f"one of {', '.join(names)}" if not near else f"one of the {len(names)} shipped names"
+    known = f"one of the {len(names)} shipped names" if near else _listed(names)
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise InputError(field, name, f"{hint}give a path or {known}")
+
+
+def _listed(names: list[str]) -> str:
+    of_papers = [name for name in names if name.startswith(OF_PAPERS)]
+    usual = f"one of {', '.join(name for name in names if name not in of_papers)}"
+    return f"{usual}; of papers: {', '.join(of_papers)}" if of_papers else usual
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:

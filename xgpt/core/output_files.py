@@ -1,8 +1,8 @@
 """Write a command's output files, each completely or not at all, and never over a user's file.
 
-A command may replace a file only if xgpt wrote the file and nothing has changed it since. For each written file, the
-cache directory has a record: the SHA-256 of its bytes, under a hash of its path. A file without a record, or with other
-bytes, counts as the user's. So if the cache is lost, commands refuse to replace any existing file.
+A command may replace a file only if xgpt wrote the file and nothing has changed it since. A plan.json shows this by
+itself (`Plan.is_as_written`). For each other file, the cache directory has a record: the SHA-256 of its bytes, under a
+hash of its path. A file without a record, or with other bytes, counts as the user's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from xgpt.core.errors import InputError, MachineError, reason_of
-from xgpt.core.io import cache_dir, write_atomic
+from xgpt.core.io import cache_dir, dump_json, write_atomic
+from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.step_log import StepRecord
 
 
@@ -53,7 +54,7 @@ class OutputFile:
         way_out = "give another file, or `force` to overwrite it"
         if any(_is_same(self.path, Path(given)) for given in self._inputs):
             raise InputError(self._field, str(self.path), f"this command reads that file; {way_out}")
-        if not is_recorded(self.path):
+        if not (is_recorded(self.path) or is_own_plan(self.path)):
             reason = "xgpt did not write that file, or it was changed since"
             raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
 
@@ -132,6 +133,16 @@ def is_recorded(path: Path) -> bool:
         return _record_of(path).read_text().strip() == _digest(path)
     except OSError:
         return False
+
+
+def is_own_plan(path: Path) -> bool:
+    """Return whether a file is a plan.json that nobody has edited since xgpt wrote it, in any cache or container."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        plan = Plan.model_validate_json(text)
+    except (OSError, ValueError):
+        return False
+    return plan.is_as_written and dump_json(plan) == text
 
 
 def check_writable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from itertools import accumulate
 from typing import Any, Literal, Self
@@ -370,7 +371,18 @@ class Plan(PlanDraft):
 
     def told(self, recommendation: Recommendation) -> Plan:
         """Return the plan with what the user is told about it."""
-        return self.model_copy(update={"recommendation": recommendation})
+        told = self.model_copy(update={"recommendation": recommendation.but(plan_sha256="")})
+        return self.model_copy(update={"recommendation": recommendation.but(plan_sha256=told._sha256)})
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the plan is as `told` made it: nobody has edited it since."""
+        told = self.recommendation
+        return told is not None and self.told(told).recommendation == told
+
+    @property
+    def _sha256(self) -> str:
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def deployed(self, **fields: Any) -> Plan:
         """Return the plan with other values of `DEPLOYED`: where and how often it runs. Its figures stay."""

@@ -158,3 +158,5 @@ class Recommendation(Frozen):
     measurement: Measurement | None = None
     """The one measurement that would narrow the ranges most. None means that all steps were measured here."""
     warnings: tuple[str, ...] = ()
+    plan_sha256: str = ""
+    """SHA-256 of the plan with this field empty. A plan.json in which it is right is as xgpt wrote it."""
