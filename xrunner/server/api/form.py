@@ -192,7 +192,8 @@ class OutputForm:
             close = 'WS? "}"' if openings[0].is_object else ""
             for number, (names, schema) in enumerate(groups):
                 named = f"({'|'.join(map(re.escape, names))})"
-                spelt = "|".join(_expression(head, named) for head in heads)
+                # A head that the name ends would match before the longer ones do.
+                spelt = "|".join(_expression(head, named) for head in heads if not head.endswith("%n%-"))
                 # Some models write the object as a string of JSON.
                 arguments = "value" if schema is ANY_ARGUMENTS and openings[0].is_object else json_rule(schema)
                 rules.append(f"tag_{number}: trigger_{number} WS? {arguments} {close}")
