@@ -97,15 +97,18 @@ class Scheduler:
         """
         return max(self.found(kinds).values(), key=lambda found: objective_value(found.draft)).plan
 
-    def score(self, settings: PolicySettings, placement: Placement) -> Plan:
+    def score(self, settings: PolicySettings, placement: Placement, *, admits_by_use: bool = False) -> Plan:
         """Return the plan of given settings, whether or not they keep the constraint.
+
+        Args:
+            admits_by_use: whether requests enter as long as K/V memory is free, so that settings always fit.
 
         Raises:
             InfeasibleError: the settings do not fit in memory.
         """
         space = self.candidates.space(settings.kind, placement)
         evaluation = space.evaluate(columns_of(settings))
-        if not evaluation.fits[0]:
+        if not evaluation.fits[0] and not admits_by_use:
             raise InfeasibleError(
                 f"memory: these settings run {evaluation.performance.peak_requests[0]:.0f} requests at the same time, "
                 f"but the K/V memory holds only {space.capacity:.0f}: lower the batch size",

@@ -17,7 +17,7 @@ from xgpt.comparing.current import CurrentEngine, planned_with
 from xgpt.comparing.flags import VARIABLE, Given
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.own_times import why_late
-from xgpt.comparing.scoring import engine_name, has_types, memory_note, runs_in, score_current, types_of
+from xgpt.comparing.scoring import engine_name, has_types, kept_options, memory_note, runs_in, score_current, types_of
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import (
@@ -176,8 +176,7 @@ def _with_current(request: PlanRequest, current: str, cluster: ClusterSpec, prog
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
     gains = ranges(planned.plans, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
-    in_same = planned.best.engine is not None and runs_in(running, planned.best.engine)
-    kept = running.kept if in_same else {}
+    kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     judged = recommend(
         planned.plans,
         profiles[0],

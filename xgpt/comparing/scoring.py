@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import floor
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.comparing.current import CurrentEngine, check_model
+from xgpt.comparing.flags import Given
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, Plan, Precision
 from xgpt.resolve import load_engine, nearest_engine
@@ -17,6 +19,7 @@ from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.space import Space
+from xsimulator.capacity import Trial
 
 
 def engine_name(current: CurrentEngine) -> str:
@@ -27,6 +30,17 @@ def engine_name(current: CurrentEngine) -> str:
 def runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
     """Return whether a deployment's engine is this engine, in any version."""
     return engine.framework == load_engine(engine_name(current)).framework
+
+
+def kept_options(current: CurrentEngine, engine: EngineSpec) -> Given:
+    """Return the options of a deployment's command that a plan's command for an engine repeats: none for another
+    engine, and none that the newest version no longer has.
+    """
+    if not runs_in(current, engine):
+        return {}
+    is_newest = engine.version == load_engine(current.framework).version
+    gone = TABLE.earlier if is_newest and current.framework == "vllm" else {}
+    return {name: value for name, value in current.kept.items() if name not in gone}
 
 
 def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
@@ -67,6 +81,16 @@ class Deployed(NamedTuple):
     def holds(self) -> float:
         """Number of tokens of the longest request that fits into an otherwise empty K/V memory."""
         return self.space.limits.memory.longest_request(self.step_tokens, self.in_flight)
+
+    @property
+    def mean_running(self) -> float:
+        """Mean number of running requests while others wait: requests enter as long as blocks are free. Simulations
+        with this limit serve as many requests as without a limit, within 0.5%.
+        """
+        limits = self.space.limits
+        blocks = float(limits.memory.blocks_beside(np.asarray([self.step_tokens]))[0])
+        mean, _ = self.space.lengths.occupied_blocks(limits.block_size)
+        return blocks / (mean + limits.memory.request_blocks)
 
     def logged_tokens(self, context: int) -> int:
         """Return the number of K/V tokens that the engine logs if requests may have `context` tokens."""
@@ -133,15 +157,20 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     found = deployed(problem, current)
     if problem.cluster.device.type == "gpu":
         _check_room(current, problem, found.holds, longest or _longest(problem))
-    micro, most = found.placement.microbatches, floor(found.space.capacity_beside(np.asarray([found.step_tokens]))[0])
+    micro, most = found.placement.microbatches, max(found.placement.microbatches, ceil(found.mean_running))
     settings = ChunkedSettings(
         # A step runs one micro-batch. vLLM limits the tokens of a step, and the number of all running requests.
         token_budget=micro * found.step_tokens,
-        max_batch=max(1, min(current.max_num_seqs, most)),
+        max_batch=min(current.max_num_seqs, most),
         **found.placement.fixed,
     )
-    plan = found.scheduler.score(settings, found.placement)
-    return rated(plan, problem.profile).proven(plan.ceiling)
+    plan = found.scheduler.score(settings, found.placement, admits_by_use=True)
+    draft = plan.but(admission=plan.admission.but(max_running=None))
+    if most < current.max_num_seqs:  # closed forms leave out that requests are preempted when blocks run out
+        served, said = Trial(draft, problem.profile).saturated(), draft.estimate
+        tokens = said.output_tokens_per_s * served / said.throughput_rps
+        draft = draft.with_estimate(throughput_rps=served, output_tokens_per_s=tokens)
+    return rated(draft, problem.profile).proven(plan.ceiling)
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:

@@ -400,3 +400,15 @@ def test_what_the_environment_sets_is_named(command: str) -> None:
     """A command with VLLM_USE_V1=0 was scored without a word about it."""
     notes = read_current(command, load_cluster("h100x8")).notes
     assert "environment variables are not scored: VLLM_USE_V1" in notes
+
+
+def test_a_printed_command_has_only_flags_of_its_version() -> None:
+    """`--disable-log-requests` and `--swap-space` are flags that 0.32 does not have."""
+    flags = "--model m --disable-log-requests --swap-space 16 --max-model-len 8192"
+    newest, older = (compared(f"docker run vllm/vllm-openai:{tag} {flags}") for tag in ("v0.32.0", "v0.15.1"))
+    assert newest.kept == {"max-model-len": "8192"}
+    assert older.kept == {"max-model-len": "8192", "disable-log-requests": "yes", "swap-space": "16"}
+    assert not [note for note in newest.notes + older.notes if "which is scored as" in note]
+    unknown = compared(f"docker run vllm/vllm-openai:v0.40.0 {flags}")
+    assert "the command starts version 0.40.0, which is scored as vllm-0.32" in unknown.notes
+    assert any(note.startswith("K/V memory: vllm-0.32 should log") for note in unknown.notes)
