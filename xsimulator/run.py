@@ -458,6 +458,25 @@ def replay_by_counts(
     return Simulated(plan, measured, (), (), times)
 
 
+def counted_times(plan: PlanDraft, profile: Profile, trace: TraceLengths, longest: int) -> RequestTimes | None:
+    """Return the times of all requests of a trace on one replica, by counts and with mean step times. Return None if
+    the plan's arrivals cannot be counted.
+
+    Args:
+        longest: number of output tokens that each request may generate.
+    """
+    has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
+    if has_more or trace.prefixes is not None or trace.timestamp_s is None:
+        return None
+    arrivals_ns = (1e9 * trace.timestamp_s).astype(int)
+    run = _counted(plan, profile, Stream(trace.input, trace.output, longest, arrivals_ns), is_logged=False)
+    if run is None:
+        return None
+    run.run(KeptBounds((), 0, len(trace.input)))
+    first, end = (np.asarray(values[: len(trace.input)], float) for values in (run.first_ns, run.end_ns))
+    return RequestTimes.of_ns(arrivals_ns.astype(float), first, end, trace.output).later(plan.request_path_s)
+
+
 def joint_lengths(
     plan: PlanDraft, profile: Profile, trace: TraceLengths, num_requests: int = 500
 ) -> JointLengths | None:

@@ -1,0 +1,221 @@
+"""The load of a log: all its requests, as they are or grown, in windows of time.
+
+A verdict on a log is a verdict on its windows: a fleet that keeps its bounds on average may break them every noon.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.errors import InputError
+from xgpt.core.numbers import duration
+from xgpt.core.schema.workload import Histogram, Workload
+from xgpt.core.workload import TraceLengths, binned
+
+WINDOWS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86_400.0)
+"""Lengths of windows. A log has windows of the shortest length with which there are at most `MOST_WINDOWS`, and
+`LEAST_MEAN` requests in the mean window.
+"""
+MOST_WINDOWS, LEAST_MEAN = 200, 50
+LEAST_REQUESTS = 20
+"""A window with fewer requests is never the worst or the busiest, since its figures are mostly chance."""
+APART_S = 60.0
+"""A copy of a request, where the load has grown, arrives within this time of it: other users do not come at the same
+moment, but at the same time of day.
+"""
+
+
+class Growth(NamedTuple):
+    """How a load differs from its log.
+
+    Attributes:
+        rate: factor on the number of requests. The time of day at which they arrive does not change.
+        outputs: factor on the number of output tokens of each request.
+    """
+
+    rate: float = 1.0
+    outputs: float = 1.0
+
+    def trace(self, log: TraceLengths, seed: int = 0) -> TraceLengths:
+        """Return the requests of a log that has grown: copies of its requests, or some of them."""
+        if self == Growth():
+            return log
+        rng = np.random.default_rng(seed)
+        output = log.output
+        if self.outputs != 1:
+            output = np.maximum(1, np.round(self.outputs * output)).astype(np.int64)
+            log = log._replace(output=output, prefixes=None)
+        if self.rate == 1:
+            return log
+        copies = np.floor(self.rate + rng.random(len(output))).astype(np.int64)
+        if not copies.any():
+            copies[0] = 1
+        chosen = np.repeat(np.arange(len(output)), copies)
+        found = log.take(chosen)
+        if found.timestamp_s is None:
+            return found
+        is_copy = np.concatenate([[False], chosen[1:] == chosen[:-1]])
+        times = found.timestamp_s + np.where(is_copy, rng.uniform(-APART_S, APART_S, len(chosen)), 0.0)
+        times = np.clip(times, log.timestamp_s[0], log.timestamp_s[-1])  # type: ignore[index]
+        order = np.argsort(times, kind="stable")
+        return found.take(order)._replace(timestamp_s=times[order] - times[order[0]])
+
+    def workload(self, workload: Workload) -> Workload:
+        """Return the lengths of a load that has grown."""
+        if self.outputs == 1:
+            return workload
+        scaled = np.maximum(1, np.round(self.outputs * np.asarray(workload.output.lengths))).astype(int)
+        distinct, place = np.unique(scaled, return_inverse=True)
+        shares = np.bincount(place, weights=workload.output.probabilities)
+        output = Histogram(lengths=tuple(distinct.tolist()), probabilities=tuple((shares / shares.sum()).tolist()))
+        return workload.but(output=output)
+
+
+class Window(NamedTuple):
+    """A part of a log's time.
+
+    Attributes:
+        name: the window in words, such as "12:15 to 12:30" (UTC), or the time since the log's start.
+        start_s: seconds from the first request of the log.
+        seconds: length of the window within the log.
+        first, end: the requests that arrive in it, as a half-open range.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+    first: int
+    end: int
+
+    @property
+    def num_requests(self) -> int:
+        return self.end - self.first
+
+    @property
+    def rate_per_s(self) -> float:
+        return self.num_requests / self.seconds
+
+
+class Kept(NamedTuple):
+    """Which share of a load's requests keep the bounds.
+
+    Attributes:
+        share: share of all requests.
+        worst: the window with the smallest share. None means that the load has no windows.
+        worst_share: share of this window's requests.
+        by_window: share of each window's requests, or None for a window without requests.
+    """
+
+    share: float
+    worst: Window | None = None
+    worst_share: float | None = None
+    by_window: tuple[float | None, ...] = ()
+
+    def holds(self, quantile: float) -> bool:
+        """Return whether the required share of requests keeps the bounds in each window."""
+        return min(self.share, 1.0 if self.worst_share is None else self.worst_share) >= quantile
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """A log's requests in windows. Without times, there are no windows.
+
+    Attributes:
+        name: name of the workload.
+        requests: all requests, in order of time, with the growth applied.
+        growth: how the load differs from its log.
+    """
+
+    name: str
+    requests: TraceLengths
+    growth: Growth = Growth()
+
+    @classmethod
+    def of(cls, name: str, log: TraceLengths, growth: Growth | None = None) -> Load:
+        """Return the load of a log.
+
+        Raises:
+            InputError: its rate cannot grow, since the log has no times.
+        """
+        growth = growth or Growth()
+        if growth.rate != 1 and log.timestamp_s is None:
+            raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
+        return cls(name, growth.trace(log), growth)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first to the last request, or 0 without times."""
+        times = self.requests.timestamp_s
+        return 0.0 if times is None else float(times[-1])
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Mean arrival rate, or None if it is not known."""
+        return (len(self.requests.input) - 1) / self.seconds if self.seconds > 0 else None
+
+    @property
+    def workload(self) -> Workload:
+        """The lengths of all requests, in bins."""
+        return Workload(name=self.name, input=binned(self.requests.input), output=binned(self.requests.output))
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """All windows, in order of time."""
+        times = self.requests.timestamp_s
+        if times is None or not self.seconds > 0:
+            return ()
+        mean_s = max(self.seconds / MOST_WINDOWS, LEAST_MEAN * self.seconds / len(times))
+        length = next((each for each in WINDOWS_S if each >= mean_s), WINDOWS_S[-1])
+        before_s = 0.0 if self.requests.begin_s is None else self.requests.begin_s % length
+        edges = np.arange(-before_s, self.seconds + length, length)
+        if len(edges) > 2 and edges[-2] >= self.seconds:
+            edges = edges[:-1]
+        places = np.searchsorted(times, edges[1:-1]).tolist()
+        starts, ends = np.maximum(edges[:-1], 0.0), np.minimum(edges[1:], self.seconds)
+        parts = zip(starts.tolist(), ends.tolist(), [0, *places], [*places, len(times)], strict=True)
+        return tuple(
+            Window(self._named(edge, length), start, max(end - start, 1e-9), first, last)
+            for edge, (start, end, first, last) in zip(edges.tolist(), parts, strict=False)
+        )
+
+    def _named(self, edge_s: float, length: float) -> str:
+        if self.requests.begin_s is None:
+            return f"{duration(edge_s)} to {duration(edge_s + length)}"
+        begin, end = (
+            datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
+            for at_s in (edge_s, edge_s + length)
+        )
+        day = f"{begin:%b} {begin.day}, " if self.seconds > 86_400 else ""
+        form = "%H:%M" if length >= 60 else "%H:%M:%S"
+        return f"{day}{begin:{form}} to {end:{form}}"
+
+    @cached_property
+    def busiest(self) -> Window | None:
+        """The window with the highest arrival rate, or None without windows."""
+        counted = self._counted
+        return max(counted, key=lambda window: window.rate_per_s) if counted else None
+
+    @property
+    def _counted(self) -> list[Window]:
+        length = max((window.seconds for window in self.windows), default=0.0)
+        enough = [each for each in self.windows if each.num_requests >= LEAST_REQUESTS and each.seconds >= length / 2]
+        return enough or list(self.windows)
+
+    def kept(self, is_kept: NDArray[np.bool_]) -> Kept:
+        """Return the shares of requests that keep the bounds, of the whole load and by window.
+
+        Args:
+            is_kept: whether each request keeps the bounds. # [requests]
+        """
+        share = float(np.mean(is_kept))
+        shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in self.windows if each.num_requests}
+        counted = [each for each in self._counted if each in shares]
+        worst = min(counted, key=lambda window: shares[window]) if counted else None
+        by_window = tuple(shares.get(each) for each in self.windows)
+        return Kept(share, worst, None if worst is None else shares[worst], by_window)

@@ -1,0 +1,70 @@
+"""Replay a whole load on a plan, with the times and lengths of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.core.errors import InputError
+from xgpt.core.load import Kept, Load
+from xgpt.core.schema import Plan, Profile
+from xsimulator.measures import RequestTimes
+from xsimulator.run import counted_times, run_requests, times_of
+
+MOST_STEPWISE = 5000
+"""Largest number of requests that are replayed step by step, if a plan's arrivals cannot be counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A load as a plan serves it.
+
+    Attributes:
+        times: times of all requests, in the order of the load.
+        kept: shares of requests that keep the plan's bounds, without headroom.
+    """
+
+    times: RequestTimes
+    kept: Kept
+
+
+def replay(plan: Plan, profile: Profile, load: Load) -> Replayed | None:
+    """Replay all requests of a load with times. The replicas of the plan take turns.
+
+    Return None if a request can never fit into the plan's memory, if the load has no times, or if the plan's arrivals
+    cannot be counted and there are too many to simulate each step.
+    """
+    requests = load.requests._replace(prefixes=load.requests.prefixes if plan.shares_prompts else None)
+    if requests.timestamp_s is None:
+        return None
+    one, number = plan.but(replicas=1), len(requests.input)
+    found = [np.empty(number) for _ in range(3)]
+    try:
+        _check_fits(plan, load)
+        for replica in range(plan.replicas):
+            own = np.arange(replica, number, plan.replicas)
+            part = requests.take(own)
+            longest = int(max(part.output.max(), plan.workload.output.lengths[-1]))
+            times = counted_times(one, profile, part, longest)
+            if times is None:
+                if len(own) > MOST_STEPWISE:
+                    return None
+                log = run_requests(one, profile, part, longest)
+                times = times_of(one, log, len(own), part.output).later(plan.request_path_s)
+            for whole, each in zip(found, (times.ttft_s, times.tpot_s, times.whole_s), strict=True):
+                whole[own] = each
+    except InputError:
+        return None
+    times = RequestTimes(*found)
+    return Replayed(times, load.kept(times.excess(plan.constraint.all_bounds) <= 1))
+
+
+def _check_fits(plan: Plan, load: Load) -> None:
+    """Raise InputError if a request can never enter."""
+    inputs, outputs = load.requests.input, load.requests.output
+    if plan.admission.kv == "reserve":
+        outputs = np.maximum(outputs.max(), plan.workload.output.lengths[-1])
+    room = plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
+    if (longest := int((inputs + outputs).max())) > min(room, plan.model.max_context):
+        raise InputError("workload", load.name, f"a request of {longest} tokens does not fit: plan for this workload")
