@@ -203,7 +203,7 @@ def fleet(
 
     given: dict[str, Any] = {"trace": trace, "latency_bound_s": latency_bound_s, **asked}
     request = request_of(FleetRequest, given)
-    return plan_fleet_of(read_day(request.trace, request.seed), request, progress)
+    return plan_fleet_of(read_day(request.trace, request.seed, request.growth), request, progress)
 
 
 @_takes(AutoscaleRequest)
@@ -359,10 +359,10 @@ def simulate(
             "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one client for each"
         )
     if not request.own_times:
-        unset = {"num_requests": request.num_requests == "all", "since_s": request.since_s, "speed": request.speed != 1}
+        unset = {"num_requests": request.num_requests == "all", "since_s": request.since_s, "rate": request.rate != 1}
         for name in (name for name, is_given in unset.items() if is_given):
             raise InputError(name, getattr(request, name), "it needs `own_times`")
-    if request.num_requests == "all":
+    if request.num_requests == "all" or (request.own_times and request.num_requests is None):
         arrivals, num_requests = None, ALL_REQUESTS
     else:
         arrivals, num_requests = _arrivals(request, 2000, request.burstiness or 1.0)
@@ -375,7 +375,7 @@ def simulate(
         request.seed,
         own_times=request.own_times,
         since_s=request.since_s,
-        speed=request.speed,
+        growth=request.growth,
         clients=request.clients,
         keep_steps=keep_steps,
         rule=None if request.rule is None else load_rule(request.rule),
@@ -436,7 +436,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     from xscheduler.replanning.replanner import Replanned, observe_source, propose
 
     request = request_of(ReplanRequest, {"lengths": lengths, **asked})
-    running, observation = observe_source(_plan(plan), request.lengths)
+    running, observation = observe_source(_plan(plan), request.lengths, request.growth)
     if request.replan_policies == "all":
         running = running.deployed(pinned=Pinned())
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)

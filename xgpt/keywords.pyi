@@ -26,6 +26,12 @@ class Policy(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
     """Kind of schedule, in which "encode" means prefill. rra: encode a batch of prompts, then run several decode steps, in turn. waa: some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory. chunked: each step decodes the running requests and encodes chunks of waiting prompts. orca: the same with whole prompts. static: a batch runs until all its requests have finished. slack: chunked, but each step encodes as many prompt tokens as the running requests can wait for under `tpot_s`; simulation tunes the rule. exegpt: the better of rra and waa. auto: the best of all except slack."""
 
+class GrowthFields(TypedDict, total=False):
+    rate: float | None
+    """Factor on the number of requests of a log with times, each at its time of day: x2 is twice as many."""
+    outputs: float | None
+    """Factor on the output lengths: x1.6 makes each output 1.6 times as long."""
+
 class BoundFields(TypedDict, total=False):
     ttft_s: float | None
     """Bound on the time to first token, in seconds or as in 200ms."""
@@ -66,7 +72,7 @@ class ProblemFields(ModelAndDevices, total=False):
     engine: str | PathLike[str] | EngineSpec | None
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
 
-class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
+class ProblemRequest(ProblemFields, ObjectiveAndShares, GrowthFields, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
@@ -94,7 +100,7 @@ class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=Fals
     fix: Mapping[str | PathLike[str], int] | None
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. tp_devices is the number of a replica's devices in tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. `order=das` adds eta_percent and, for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
-class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
+class FleetKeywords(ProblemFields, BoundFields, Policy, GrowthFields, total=False):
     attain: float | None
     """Share of the day's requests that must keep the bounds."""
     among: Mapping[str | PathLike[str], float] | None
@@ -136,7 +142,7 @@ class LoadFields(OfAPlan, total=False):
     seed: int | None
     """Seed from which lengths and arrival times are drawn."""
 
-class SimulateKeywords(LoadFields, ArrivalFields, RuleField, total=False):
+class SimulateKeywords(LoadFields, ArrivalFields, GrowthFields, RuleField, total=False):
     num_requests: int | Literal["all"] | None
     """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after them to keep the load steady."""
     clients: int | None
@@ -145,8 +151,6 @@ class SimulateKeywords(LoadFields, ArrivalFields, RuleField, total=False):
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: float | None
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
-    speed: float | None
-    """With `own_times`: factor on the trace's arrival rate. With 2, all gaps between requests are half as long."""
 
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
@@ -264,7 +268,7 @@ class BenchKeywords(LoadFields, EngineFields, total=False):
 
 class CalibrateKeywords(OfAPlan, total=False): ...
 
-class ReplanKeywords(OfAPlan, Replanning, total=False):
+class ReplanKeywords(OfAPlan, Replanning, GrowthFields, total=False):
     horizon_s: float | None
     """A change of placement pauses requests. It must gain more than this pause costs within this many seconds."""
     least_gain: float | None

@@ -51,7 +51,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
             most,
             f"{cluster.name} has {cluster.num_devices}: give auto, a smaller number, or a larger `cluster`",
         )
-    workload, constraint = workload_of(request.workload, spec), _with_classes(request)
+    workload, constraint = workload_of(request.workload, spec, request.growth), _with_classes(request)
     speculation = _speculation(request, spec)
     engine = _named_engine(request, cluster)
     profile = _profile(request, spec, checkpoint, cluster, engine, progress)

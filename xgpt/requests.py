@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from xgpt.core.errors import InputError
+from xgpt.core.load import Growth
 from xgpt.core.policies import Rule
 from xgpt.core.refusals import refusal
 from xgpt.core.schema import (
@@ -208,7 +209,22 @@ class Policy(RequestBase):
     rra and waa. auto: the best of all except slack."""
 
 
-class ProblemRequest(ProblemFields, ObjectiveAndShares):
+class GrowthFields(RequestBase):
+    """How a load differs from its log."""
+
+    group: ClassVar[str] = "Arrivals"
+    rate: Annotated[PositiveFloat, Option(metavar="xN", kind="factor")] = 1.0
+    """Factor on the number of requests of a log with times, each at its time of day: x2 is twice as many."""
+    outputs: Annotated[PositiveFloat, Option(metavar="xN", kind="factor")] = 1.0
+    """Factor on the output lengths: x1.6 makes each output 1.6 times as long."""
+
+    @property
+    def growth(self) -> Growth:
+        """The growth of the load."""
+        return Growth(self.rate, self.outputs)
+
+
+class ProblemRequest(ProblemFields, ObjectiveAndShares, GrowthFields):
     """A planning problem, and the search method."""
 
     group: ClassVar[str] = "Search"
@@ -316,7 +332,7 @@ class CompareRequest(ProblemRequest):
     """With `measure`: seed from which the request lengths are drawn."""
 
 
-class FleetRequest(ProblemFields, BoundFields, Policy):
+class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
     """A request for a fleet that serves a day's load."""
 
     group: ClassVar[str] = "Fleet"
@@ -405,13 +421,18 @@ class RuleField(RequestBase):
     """Scheduling rule of your own: an `xgpt.Rule`, or a class of one, of a Python module."""
 
 
-class SimulateRequest(LoadFields, ArrivalFields, RuleField):
+class SimulateRequest(LoadFields, ArrivalFields, GrowthFields, RuleField):
     """A simulated run of a plan."""
 
     group: ClassVar[str] = "Load"
     num_requests: Annotated[
         PositiveInt | Literal["all"] | None,
-        Option("--requests", "all|N", "requests", "2000, or the number in the stages of `arrival_rate_per_s`"),
+        Option(
+            "--requests",
+            "all|N",
+            "requests",
+            "2000, or the number in the stages of `arrival_rate_per_s`; with `own_times`, all",
+        ),
     ] = None  # type: ignore[assignment]
     """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after
     them to keep the load steady."""
@@ -422,8 +443,6 @@ class SimulateRequest(LoadFields, ArrivalFields, RuleField):
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
-    speed: Annotated[PositiveFloat, Option(metavar="FACTOR")] = 1.0
-    """With `own_times`: factor on the trace's arrival rate. With 2, all gaps between requests are half as long."""
 
 
 class EngineFields(RuleField):
@@ -477,7 +496,7 @@ class Replanning(RequestBase):
     every policy."""
 
 
-class ReplanRequest(OfAPlan, Replanning):
+class ReplanRequest(OfAPlan, Replanning, GrowthFields):
     """A request to decide whether another plan should replace a plan, since request lengths differ."""
 
     group: ClassVar[str] = "Plan"

@@ -1,4 +1,4 @@
-"""Load models, clusters, engines and workloads, by the name of a shipped config or from the user's file."""
+"""LogLoad models, clusters, engines and workloads, by the name of a shipped config or from the user's file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from xgpt.checkpoints import hub
 from xgpt.checkpoints.files import read_config, read_spec, weight_files
 from xgpt.core.errors import InputError, nearest_names
 from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
+from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
-from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload
+from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
 from xgpt.core.workload import TraceLengths, histogram
 
 _YAML = (".yaml", ".yml")
@@ -216,18 +217,31 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
     return parse(load_yaml(path, "workload"), WorkloadSpec, "workload").classes
 
 
-def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
-    """Return the workload that a name, a file or an object gives. With `spec`, check that it fits into the model's
-    context.
+def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Growth = NO_GROWTH) -> Workload:
+    """Return the workload that a name, a file or an object gives, with its outputs grown. With `spec`, check that it
+    fits into the model's context.
 
     Raises:
         InputError: as `load_workload` does.
     """
-    if isinstance(given, str):
-        return load_workload(given, spec)
+    workload = growth.workload(load_workload(given) if isinstance(given, str) else given)
     if spec is not None:
-        _check_context(given, spec)
-    return given
+        _check_context(workload, spec)
+    return workload
+
+
+def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
+    """Return the load of a log, by name or file, or None if the workload is not a log of single requests.
+
+    Raises:
+        InputError: the load's rate cannot grow, since the workload is not a log with times.
+    """
+    path = find_config("workloads", given) if isinstance(given, str) else None
+    if path is None or not has_requests(path):
+        if growth.rate != 1:
+            raise InputError("rate", f"x{growth.rate:g}", "it needs a log with times as the workload")
+        return None
+    return LogLoad.of(trace_name(path), read_lengths(path), growth)
 
 
 def load_trace(name: str) -> TraceLengths | None:

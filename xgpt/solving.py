@@ -18,12 +18,12 @@ from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.schema.recommendation import Sized
 from xgpt.core.workload import TraceLengths
-from xgpt.deciding.load import CarriedLoad, load_of
+from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import confidence, ranges_of
 from xgpt.deciding.recommend import own_first, recommend
 from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
-from xgpt.resolve import load_trace, workload_of
+from xgpt.resolve import load_of, workload_of
 from xgpt.serving.checking import check_planned
 from xscheduler.expression import maximised
 from xscheduler.fleet.day_load import Day, cut
@@ -127,8 +127,8 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that was made for it.
     """
-    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
-    load = load_of(trace, request.arrival_rate_per_s)
+    log = load_of(request.workload, request.growth)
+    trace, load = None if log is None else log.requests, carried(log, request.arrival_rate_per_s)
     resolved = _resolve(request, load, progress)
     problem = resolved.problem
     started = time.perf_counter()

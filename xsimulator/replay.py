@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.load import Kept, Load
-from xgpt.core.schema import Plan, Profile
+from xgpt.core.load import KeptByWindow, LogLoad
+from xgpt.core.schema import PlanDraft, Profile
 from xsimulator.measures import RequestTimes
 from xsimulator.run import counted_times, run_requests, times_of
 
@@ -17,7 +17,7 @@ MOST_STEPWISE = 5000
 
 
 @dataclass(frozen=True, eq=False)
-class Replayed:
+class ReplayedLoad:
     """A load as a plan serves it.
 
     Attributes:
@@ -26,10 +26,10 @@ class Replayed:
     """
 
     times: RequestTimes
-    kept: Kept
+    kept: KeptByWindow
 
 
-def replay(plan: Plan, profile: Profile, load: Load) -> Replayed | None:
+def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> ReplayedLoad | None:
     """Replay all requests of a load with times. The replicas of the plan take turns.
 
     Return None if a request can never fit into the plan's memory, if the load has no times, or if the plan's arrivals
@@ -46,21 +46,21 @@ def replay(plan: Plan, profile: Profile, load: Load) -> Replayed | None:
             own = np.arange(replica, number, plan.replicas)
             part = requests.take(own)
             longest = int(max(part.output.max(), plan.workload.output.lengths[-1]))
-            times = counted_times(one, profile, part, longest)
-            if times is None:
+            of_one = counted_times(one, profile, part, longest)
+            if of_one is None:
                 if len(own) > MOST_STEPWISE:
                     return None
                 log = run_requests(one, profile, part, longest)
-                times = times_of(one, log, len(own), part.output).later(plan.request_path_s)
-            for whole, each in zip(found, (times.ttft_s, times.tpot_s, times.whole_s), strict=True):
+                of_one = times_of(one, log, len(own), part.output).later(plan.request_path_s)
+            for whole, each in zip(found, (of_one.ttft_s, of_one.tpot_s, of_one.whole_s), strict=True):
                 whole[own] = each
     except InputError:
         return None
-    times = RequestTimes(*found)
-    return Replayed(times, load.kept(times.excess(plan.constraint.all_bounds) <= 1))
+    times = RequestTimes(ttft_s=found[0], tpot_s=found[1], whole_s=found[2])
+    return ReplayedLoad(times, load.kept(times.excess(plan.constraint.all_bounds) <= 1))
 
 
-def _check_fits(plan: Plan, load: Load) -> None:
+def _check_fits(plan: PlanDraft, load: LogLoad) -> None:
     """Raise InputError if a request can never enter."""
     inputs, outputs = load.requests.input, load.requests.output
     if plan.admission.kv == "reserve":

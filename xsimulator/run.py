@@ -13,6 +13,7 @@ import numpy as np
 
 from xgpt.core import policies
 from xgpt.core.errors import InputError
+from xgpt.core.load import NO_GROWTH, Growth, KeptByWindow, LogLoad
 from xgpt.core.policies import Rule, Schedule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
@@ -107,6 +108,7 @@ class Simulated:
         spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
         kept: for each class of requests, the share that kept its bounds.
+        windows: the share of requests that kept the bounds in each window of a replayed log.
     """
 
     plan: PlanDraft
@@ -115,6 +117,7 @@ class Simulated:
     spans: tuple[Span, ...]
     times: RequestTimes | None = None
     kept: dict[str, float] = field(default_factory=dict)
+    windows: KeptByWindow | None = None
 
     @property
     def figures(self) -> dict[str, float]:
@@ -138,6 +141,14 @@ class Simulated:
                 found["goodput"] = self.times.goodput(self.plan.constraint)
         return found
 
+    def in_windows(self, load: LogLoad) -> Simulated:
+        """Return the run with the shares of requests that kept the bounds in each window of the replayed load."""
+        if self.times is None or not self.plan.constraint.bounds_latency:
+            return self
+        part = share_of_replica(load.requests, self.plan).take(np.arange(len(self.times.whole_s)))
+        is_kept = self.times.excess(self.plan.constraint.all_bounds) <= 1
+        return replace(self, windows=replace(load, requests=part).kept(is_kept))
+
     def chrome_trace(self) -> str:
         """Return the steps as a Chrome trace, which Perfetto opens."""
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
@@ -153,7 +164,7 @@ def run_simulation(
     *,
     own_times: bool = False,
     since_s: float = 0.0,
-    speed: float = 1.0,
+    growth: Growth = NO_GROWTH,
     clients: int | None = None,
     keep_steps: bool = False,
     rule: Rule | None = None,
@@ -167,7 +178,7 @@ def run_simulation(
         own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
             a trace.
         since_s: seconds after the trace's first request at which the replay begins.
-        speed: factor on the trace's arrival rate.
+        growth: how the load differs from the workload.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
         keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
             then takes 0.6 ms for each request.
@@ -177,18 +188,20 @@ def run_simulation(
         InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
             `own_times` is given without a trace.
     """
-    lengths = plan.workload if workload is None else workload_of(workload, plan.model)
+    lengths = plan.workload if workload is None else workload_of(workload, plan.model, growth)
     spans: list[Span] = []
     if clients is not None:
         return _closed_loop(plan, profile, lengths, num_requests, clients, np.random.default_rng(seed), rule)
     tokens: Ints | None = None
+    load: LogLoad | None = None
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
             raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
-        trace = read_lengths(Path(workload)).since(since_s).faster(speed)
+        load = LogLoad.of(lengths.name, read_lengths(Path(workload)).since(since_s), growth)
+        trace = load.requests
         counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps and rule is None
         if counted and (run := replay_by_counts(plan, profile, lengths, trace, num_requests)) is not None:
-            return run
+            return run.in_windows(load)
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append, rule)
     else:
         rng = np.random.default_rng(seed)
@@ -203,7 +216,8 @@ def run_simulation(
     if own_times or arrivals is not None:
         times = times_of(plan, steps, num_requests, tokens).later(plan.request_path_s)
     kept = {} if times is None else kept_by_class(plan, steps, num_requests)
-    return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
+    run = Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
+    return run.in_windows(load) if load is not None else run
 
 
 def _closed_loop(

@@ -74,7 +74,7 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.order_in_words(best)
     yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
-    yield from plan_text.log_in_words(planned.request.workload, best)
+    yield from plan_text.log_in_words(None if planned.load is None else planned.load.log, best)
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)
@@ -155,10 +155,19 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
     if asked["own_times"]:
         _tell_share(asked)
     if as_json:
-        found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None})
+        figures: dict[str, Any] = {**run.figures, "goodput_by_class": run.kept or None}
+        if run.windows is not None and run.windows.worst is not None:
+            figures |= {"worst_window": run.windows.worst.name, "worst_window_goodput": run.windows.worst_share}
+        found = SimulateOutput.model_validate(figures)
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))
+        if run.windows is not None and run.windows.worst is not None:
+            kept, worst = run.windows, run.windows.worst
+            click.echo(
+                f"{kept.share:.2%} of the log's requests keep the bounds; in the worst window ({worst.name}, "
+                f"{worst.rate_per_s:.3g} requests/s) {kept.worst_share:.2%}"
+            )
         if not run.steps:
             click.echo(
                 "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "
@@ -169,8 +178,8 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
 
 def _tell_share(asked: dict[str, Any]) -> None:
     """Print on standard error how much of the trace was replayed, unless it was all of it."""
-    trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
-    if trace is None or num_requests == "all":
+    trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests")
+    if trace is None or num_requests in (None, "all"):
         return
     count = len(trace.since(asked["since_s"]).input)
     if count > num_requests:

@@ -83,6 +83,19 @@ def rates(value: str) -> list[tuple[float, float | None]]:
     return stages
 
 
+def factor(value: str | float) -> float:
+    """Return the factor in text such as x2 or x1.6. A default is a number already."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = decimal(value[1:]) if value[:1] == "x" else 0.0
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        raise click.BadParameter(f"{value!r} is not accepted; write a factor above 0, such as x2 or x1.6")
+    return found
+
+
 class SecondsOrNone(Decimal):
     """A time. 0 means no limit, and becomes None."""
 
@@ -167,6 +180,7 @@ KINDS: dict[str, click.ParamType | Callable[[str], object]] = {
     "bound": Seconds(allow_inf=True),
     "counts": devices_of_each,
     "devices": devices,
+    "factor": factor,
     "held": held,
     "of_class": of_class,
     "positive": Decimal(0, min_open=True),

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.load import Growth
 from xgpt.core.schema import Plan, Profile, Workload
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.workload import Histogram
-from xgpt.core.workload import TraceLengths, histogram_of
+from xgpt.core.workload import TraceLengths, binned
 from xgpt.resolve import load_engine
 from xscheduler.objectives.capacities import closed_objective
 from xscheduler.problem import Problem
@@ -56,20 +56,13 @@ def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumpti
     if trace is not None and len(trace.input) >= 2:
         half = len(trace.input) // 2
         for name, part in (("first", slice(half)), ("second", slice(half, None))):
-            lengths = workload.but(input=histogram_of(trace.input[part]), output=histogram_of(trace.output[part]))
+            lengths = workload.but(input=binned(trace.input[part]), output=binned(trace.output[part]))
             varied.append(Assumption(f"lengths of the trace's {name} half", workload=lengths))
         return varied
     for factor in OUTPUTS:
-        other = workload.but(output=_scaled(workload.output, factor))
+        other = Growth(outputs=factor).workload(workload)
         varied.append(Assumption(f"outputs have {100 * factor:.0f}% of their planned length", workload=other))
     return varied
-
-
-def _scaled(lengths: Histogram, factor: float) -> Histogram:
-    scaled = np.maximum(1, np.round(np.asarray(lengths.lengths) * factor)).astype(int)
-    distinct, place = np.unique(scaled, return_inverse=True)
-    shares = np.bincount(place, weights=lengths.probabilities)
-    return Histogram(lengths=tuple(distinct.tolist()), probabilities=tuple((shares / shares.sum()).tolist()))
 
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:

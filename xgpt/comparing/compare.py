@@ -32,7 +32,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.recommend import recommend
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
-from xgpt.resolve import load_cluster, load_trace
+from xgpt.resolve import load_cluster, load_of
 from xgpt.solving import Planned, solve
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
@@ -156,7 +156,8 @@ def _with_current(request: PlanRequest, current: str, cluster: ClusterSpec, prog
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
     problem = resolve(request, progress)
-    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+    load = load_of(request.workload, request.growth)
+    trace = None if load is None else load.requests
     as_run = _as_run(request, problem, running, progress)
     if as_run.engine != problem.engine and as_run.engine is not None:
         ours = "no particular engine" if problem.engine is None else problem.engine.name
@@ -187,7 +188,7 @@ def _with_current(request: PlanRequest, current: str, cluster: ClusterSpec, prog
         sizes=planned.sizes,
         kept=kept,
     )
-    late = () if trace is None else tuple(why_late(scored, planned.best, as_run, problem, trace))
+    late = () if load is None else tuple(why_late(scored, planned.best, as_run, problem, load))
     return Compared(planned.told(judged), judged, scored, notes, ranges=gains, answer=late, kept=kept)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.core.load import LogLoad
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
-from xgpt.deciding.load import replayed
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.why_not import fastest
 from xsimulator.measures import RequestTimes
+from xsimulator.replay import replay
 
 
-def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, trace: TraceLengths) -> list[str]:
+def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load: LogLoad) -> list[str]:
     """Return a line on the late requests of the whole log, or nothing if none is late or the log has no times.
 
     Args:
@@ -22,12 +23,13 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, trac
         running: the problem with the deployment's engine and data types.
         problem: the problem that the plans solve.
     """
-    if trace.timestamp_s is None or not problem.constraint.bounds_latency or len(trace.input) < 2:
+    if not problem.constraint.bounds_latency:
         return []
-    now = replayed(current, running.profile, trace)
-    if now is None or not (late := now.excess(problem.constraint.all_bounds) > 1).any():
+    now = replay(current, running.profile, load)
+    if now is None or not (late := now.times.excess(problem.constraint.all_bounds) > 1).any():
         return []
-    return _others(running, trace, late, replayed(best, problem.profile, trace))
+    planned = replay(best, problem.profile, load)
+    return _others(running, load.requests, late, None if planned is None else planned.times)
 
 
 def _others(

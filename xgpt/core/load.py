@@ -44,7 +44,7 @@ class Growth(NamedTuple):
 
     def trace(self, log: TraceLengths, seed: int = 0) -> TraceLengths:
         """Return the requests of a log that has grown: copies of its requests, or some of them."""
-        if self == Growth():
+        if self == NO_GROWTH:
             return log
         rng = np.random.default_rng(seed)
         output = log.output
@@ -77,6 +77,9 @@ class Growth(NamedTuple):
         return workload.but(output=output)
 
 
+NO_GROWTH = Growth()
+
+
 class Window(NamedTuple):
     """A part of a log's time.
 
@@ -102,7 +105,7 @@ class Window(NamedTuple):
         return self.num_requests / self.seconds
 
 
-class Kept(NamedTuple):
+class KeptByWindow(NamedTuple):
     """Which share of a load's requests keep the bounds.
 
     Attributes:
@@ -123,7 +126,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class LogLoad:
     """A log's requests in windows. Without times, there are no windows.
 
     Attributes:
@@ -134,16 +137,15 @@ class Load:
 
     name: str
     requests: TraceLengths
-    growth: Growth = Growth()
+    growth: Growth = NO_GROWTH
 
     @classmethod
-    def of(cls, name: str, log: TraceLengths, growth: Growth | None = None) -> Load:
+    def of(cls, name: str, log: TraceLengths, growth: Growth = NO_GROWTH) -> LogLoad:
         """Return the load of a log.
 
         Raises:
             InputError: its rate cannot grow, since the log has no times.
         """
-        growth = growth or Growth()
         if growth.rate != 1 and log.timestamp_s is None:
             raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
         return cls(name, growth.trace(log), growth)
@@ -173,7 +175,7 @@ class Load:
         mean_s = max(self.seconds / MOST_WINDOWS, LEAST_MEAN * self.seconds / len(times))
         length = next((each for each in WINDOWS_S if each >= mean_s), WINDOWS_S[-1])
         before_s = 0.0 if self.requests.begin_s is None else self.requests.begin_s % length
-        edges = np.arange(-before_s, self.seconds + length, length)
+        edges = np.arange(-before_s, self.seconds + length, length) + 0.0
         if len(edges) > 2 and edges[-2] >= self.seconds:
             edges = edges[:-1]
         places = np.searchsorted(times, edges[1:-1]).tolist()
@@ -186,7 +188,7 @@ class Load:
 
     def _named(self, edge_s: float, length: float) -> str:
         if self.requests.begin_s is None:
-            return f"{duration(edge_s)} to {duration(edge_s + length)}"
+            return f"{duration(abs(edge_s))} to {duration(edge_s + length)}"
         begin, end = (
             datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
             for at_s in (edge_s, edge_s + length)
@@ -207,7 +209,7 @@ class Load:
         enough = [each for each in self.windows if each.num_requests >= LEAST_REQUESTS and each.seconds >= length / 2]
         return enough or list(self.windows)
 
-    def kept(self, is_kept: NDArray[np.bool_]) -> Kept:
+    def kept(self, is_kept: NDArray[np.bool_]) -> KeptByWindow:
         """Return the shares of requests that keep the bounds, of the whole load and by window.
 
         Args:
@@ -218,4 +220,4 @@ class Load:
         counted = [each for each in self._counted if each in shares]
         worst = min(counted, key=lambda window: shares[window]) if counted else None
         by_window = tuple(shares.get(each) for each in self.windows)
-        return Kept(share, worst, None if worst is None else shares[worst], by_window)
+        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window)

@@ -72,10 +72,6 @@ class TraceLengths(NamedTuple):
         assert found.timestamp_s is not None
         return found._replace(timestamp_s=found.timestamp_s - found.timestamp_s[0])
 
-    def faster(self, speed: float) -> TraceLengths:
-        """Return the same requests with times divided by `speed`."""
-        return self if self.timestamp_s is None else self._replace(timestamp_s=self.timestamp_s / speed)
-
 
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scipy.special import gammaincc
 
 from xgpt.core.schema import Histogram, Observation, Workload
-from xgpt.core.workload import histogram_of
+from xgpt.core.workload import binned
 
 Array = npt.NDArray[np.float64]
 
@@ -250,7 +250,7 @@ def observe(
 
 def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
     """Return the observation of a trace. All its requests count as finished."""
-    observed = Workload(name="observed", input=histogram_of(inputs), output=histogram_of(outputs))
+    observed = Workload(name="observed", input=binned(inputs), output=binned(outputs))
     return Observation(
         workload=observed,
         num_requests=len(np.atleast_1d(inputs)),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
+from xgpt.core.load import LogLoad
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
-from xgpt.resolve import load_trace
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -291,23 +289,17 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     return lines
 
 
-def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line that compares a log's arrival rate with the plan's rate, or nothing if the workload is not a log
-    with times.
-    """
-    trace = load_trace(workload) if isinstance(workload, str) else None
-    if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
+def log_in_words(load: LogLoad | None, plan: Plan) -> list[str]:
+    """Return a line that compares a log's arrival rate with the plan's rate, or nothing without a log with times."""
+    if load is None or load.busiest is None or load.rate_per_s is None:
         return []
-    span_s, rate = float(trace.timestamp_s[-1]), maximised(plan)
-    mean = (len(trace.input) - 1) / span_s
-    minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
-    peak = max(mean, float(minutes.max()) / min(60.0, span_s))
+    rate, mean, peak = maximised(plan), load.rate_per_s, load.busiest.rate_per_s
     says = f"this plan sustains {rate:.4g} on {_count(plan.num_devices, 'device')}"
     if rate < peak:
         says = f"{says}, so {math.ceil(peak / rate)} such deployments sustain the peak"
     elif plan.num_devices > 1 and plan.constraint.arrival_rate_per_s is None:
         says = f"{says}; `--arrival-rate {peak:.3g} --devices auto` finds the fewest devices that sustain the peak"
-    return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
+    return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest window ({load.busiest.name}); {says}"]
 
 
 def reuse_in_words(plan: Plan) -> list[str]:

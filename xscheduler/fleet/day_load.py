@@ -12,9 +12,10 @@ from pydantic import Field, PositiveFloat
 
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_yaml, parse
+from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.schema import Frozen, Histogram, Workload
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import gamma_arrivals, histogram_of, sample
+from xgpt.core.workload import binned, gamma_arrivals, sample
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 
@@ -84,30 +85,32 @@ class Intervals:
     everything: Workload
 
 
-def read_day(path: Path, seed: int = 0) -> Day:
+def read_day(path: Path, seed: int = 0, growth: Growth = NO_GROWTH) -> Day:
     """Read a day's requests from a trace (CSV, JSON lines) with times, or from YAML with rates and workloads over
     hours.
 
     Args:
         seed: seed for drawing requests from rates and workloads.
+        growth: how the load differs from the file's.
 
     Raises:
         InputError: the file at `path` is malformed, or is a trace without times.
     """
     if path.suffix in (".yaml", ".yml"):
-        return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), np.random.default_rng(seed))
-    trace = read_lengths(path, "trace")
+        return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), growth, np.random.default_rng(seed))
+    trace = LogLoad.of(path.stem, read_lengths(path, "trace"), growth).requests
     if trace.timestamp_s is None:
         raise InputError("trace", str(path), "a day's requests need their times: add a column or field `timestamp`")
     requests = Requests(trace.input, trace.output, trace.timestamp_s)
     return Day(path.stem, requests, max(float(trace.timestamp_s[-1]), 1.0))
 
 
-def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
+def _drawn(spec: DaySpec, growth: Growth, rng: np.random.Generator) -> Day:
     start_s, parts = 0.0, []
     for stage in spec.stages:
         seconds = 3600 * stage.hours
-        workload, count = load_workload(stage.workload), int(rng.poisson(stage.rate_per_s * seconds))
+        workload = growth.workload(load_workload(stage.workload))
+        count = int(rng.poisson(growth.rate * stage.rate_per_s * seconds))
         if count:
             times = gamma_arrivals(1.0, count + 1, 1.0, rng)
             arrivals_s = start_s + seconds * times[:-1] / times[-1]  # arrivals are uniform, given their number
@@ -184,7 +187,7 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
     """Return the workload of some requests. It includes the longest output of the day, for which memory is reserved."""
-    output = histogram_of(outputs)
+    output = binned(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))
-    return Workload(name=name, input=histogram_of(inputs), output=output)
+    return Workload(name=name, input=binned(inputs), output=output)

@@ -27,6 +27,7 @@ import httpx
 from xgpt.connection import own_api_key, tls_context
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
+from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.schema.plan import rate_of
@@ -127,7 +128,7 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
     return f"a user asked for a decision, after {observation.num_requests} requests"
 
 
-def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
+def observe_source(plan: Plan, source: str, growth: Growth = NO_GROWTH) -> tuple[Plan, Observation]:
     """Return the running plan, and what was observed of its requests, such as input and output lengths in tokens.
 
     If the source is a trace file, `plan` is taken as the running plan, since the file contains only requests. If the
@@ -135,14 +136,18 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
     Args:
         source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).
+        growth: how the load differs from what is observed.
 
     Raises:
         InputError: the file at `source` is malformed, or the server runs another model or version.
         MachineError: the server does not respond, or has served too few requests.
     """
     if not source.startswith(("http://", "https://")):
-        lengths = read_lengths(Path(source), "lengths")
+        load = LogLoad.of(Path(source).stem, read_lengths(Path(source), "lengths"), growth)
+        lengths, busiest = load.requests, load.busiest
         observation = observe_lengths(lengths.input, lengths.output, plan.workload)
+        if busiest is not None:
+            observation = observation.but(arrival_rate_per_s=busiest.rate_per_s)
         if lengths.prefixes is not None:
             curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
             kept = most_kept(plan) if estimated is None else estimated.kept_blocks

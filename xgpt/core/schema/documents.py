@@ -99,6 +99,10 @@ class SimulateOutput(Frozen):
     """Share of prompt tokens whose K/V was in the cache."""
     goodput: float | None = None
     """Share of requests that keep every bound of the plan or, with classes, of their class."""
+    worst_window: str | None = None
+    """The window of a replayed log in which the smallest share of requests keeps the bounds."""
+    worst_window_goodput: float | None = None
+    """The share of its requests that keep the bounds."""
     goodput_by_class: dict[str, float] | None = None
     """For each class, the share of its requests that keep the bounds of the class."""
     ttft_mean_s: float | None = None

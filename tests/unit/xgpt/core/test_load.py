@@ -1,0 +1,65 @@
+"""A log's load: the whole log, its windows in the log's own clock, and the load that has grown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xgpt.core.errors import InputError
+from xgpt.core.load import Growth, LogLoad
+from xgpt.core.workload import TraceLengths
+
+
+def a_day(count: int = 20_000, begin_s: float | None = 1_772_582_400.0) -> TraceLengths:
+    """A log that begins at midnight, with most requests at noon."""
+    rng = np.random.default_rng(0)
+    times = np.sort(np.clip(rng.normal(43_200, 14_000, count), 0, 86_399))
+    times -= times[0]
+    return TraceLengths(rng.integers(1, 4000, count), rng.integers(1, 900, count), times, None, begin_s)
+
+
+def test_windows_cover_the_whole_log_on_its_clock() -> None:
+    load = LogLoad.of("day", a_day())
+    assert len(load.windows) == 96 and {round(window.seconds) for window in load.windows[1:-1]} == {900}
+    assert [window.first for window in load.windows[1:]] == [window.end for window in load.windows[:-1]]
+    assert load.windows[0].first == 0 and load.windows[-1].end == 20_000
+    assert load.windows[0].name == "00:00 to 00:15"
+    assert load.busiest is not None and "11:00" < load.busiest.name < "13:00"
+    assert load.busiest.rate_per_s > 2 * (load.rate_per_s or 0)
+    assert LogLoad.of("day", a_day(begin_s=None)).windows[0].name == "0 s to 15 min"
+
+
+def test_a_verdict_is_on_the_worst_window() -> None:
+    """The night of a log that begins at midnight kept every bound, and noon did not."""
+    load = LogLoad.of("day", a_day())
+    assert load.requests.timestamp_s is not None and load.busiest is not None
+    is_kept = np.ones(20_000, bool)
+    is_kept[load.busiest.first : load.busiest.first + 100] = False
+    kept = load.kept(is_kept)
+    assert kept.share == 0.995 and kept.worst == load.busiest
+    assert kept.worst_share == pytest.approx(1 - 100 / load.busiest.num_requests)
+    assert not kept.holds(0.99) and kept.holds(0.5)
+    assert sum(share is not None for share in kept.by_window) >= 90
+
+
+@pytest.mark.parametrize(("rate", "outputs"), [(2.0, 1.0), (1.3, 1.6), (0.5, 1.0)])
+def test_a_load_grows_at_the_same_time_of_day(rate: float, outputs: float) -> None:
+    log = LogLoad.of("day", a_day())
+    grown = LogLoad.of("day", a_day(), Growth(rate, outputs))
+    assert grown.rate_per_s == pytest.approx(rate * (log.rate_per_s or 0), rel=0.02)
+    assert grown.requests.output.mean() == pytest.approx(outputs * log.requests.output.mean(), rel=0.03)
+    for before, after in zip(log.windows, grown.windows, strict=True):
+        assert after.num_requests == pytest.approx(rate * before.num_requests, abs=6 * (before.num_requests + 4) ** 0.5)
+    times = grown.requests.timestamp_s
+    assert times is not None and (np.diff(times) >= 0).all()
+    if rate == 2:  # a copy is another user's request: it does not come at the same moment
+        assert (np.diff(times) == 0).mean() < 0.05
+
+
+def test_what_has_no_times_has_no_windows_and_no_rate() -> None:
+    lengths = a_day(100)._replace(timestamp_s=None)
+    load = LogLoad.of("lengths", lengths, Growth(outputs=2.0))
+    assert (load.windows, load.busiest, load.rate_per_s) == ((), None, None)
+    assert load.kept(np.ones(100, bool)).holds(1.0)
+    with pytest.raises(InputError, match="it has no rate"):
+        LogLoad.of("lengths", lengths, Growth(rate=2.0))

@@ -1,0 +1,44 @@
+"""A whole log replayed on a plan: every window counts, on one replica and on several."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.contract.scenarios import problem
+from xgpt.core.load import LogLoad
+from xgpt.core.schema import Plan
+from xgpt.core.workload import TraceLengths
+from xscheduler.schedule import Scheduler
+from xsimulator.replay import replay
+
+
+def planned(latency_bound_s: float = 6.0) -> Plan:
+    return Scheduler(problem("opt-13b", "h200x1", "summarization", latency_bound_s)).best(("chunked",))
+
+
+def log(noon_per_s: float, number: int = 6000) -> LogLoad:
+    """A log whose second half arrives at `noon_per_s`, and whose first half hardly arrives."""
+    rng = np.random.default_rng(1)
+    gaps = np.concatenate([rng.exponential(2.0, number // 2), rng.exponential(1 / noon_per_s, number // 2)])
+    inputs, outputs = rng.integers(50, 500, number), rng.integers(5, 60, number)
+    return LogLoad.of("log", TraceLengths(inputs, outputs, np.cumsum(gaps) - gaps[0]))
+
+
+def test_the_busy_half_decides() -> None:
+    """Of a log that begins at midnight only the first 50,000 requests were replayed: no request was late."""
+    plan = planned()
+    profile = problem("opt-13b", "h200x1", "summarization").profile
+    quiet, busy = (replay(plan, profile, log(rate)) for rate in (0.5, 400.0))
+    assert quiet is not None and quiet.kept.holds(0.99)
+    assert busy is not None and not busy.kept.holds(0.99)
+    assert busy.kept.worst is not None and busy.kept.worst.start_s > 2000
+    assert busy.kept.share > (busy.kept.worst_share or 0)
+
+
+def test_replicas_take_turns_and_serve_every_request() -> None:
+    plan = planned()
+    profile = problem("opt-13b", "h200x1", "summarization").profile
+    one, two = (replay(plan.but(replicas=count), profile, log(20.0, 2000)) for count in (1, 2))
+    assert one is not None and two is not None
+    assert len(two.times.whole_s) == 2000 and np.isfinite(two.times.whole_s).all()
+    assert two.times.whole_s.mean() < one.times.whole_s.mean()
