@@ -25,6 +25,8 @@ WINDOWS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86_400.0)
 MOST_WINDOWS, LEAST_MEAN = 200, 50
 LEAST_REQUESTS = 20
 """A window with fewer requests is never the worst or the busiest, since its figures are mostly chance."""
+DEVIATIONS = 3.0
+"""A window breaks its bounds if its share is lower than required by more than so many standard deviations."""
 APART_S = 60.0
 """A copy of a request, where the load has grown, arrives within this time of it: other users do not come at the same
 moment, but at the same time of day.
@@ -113,16 +115,24 @@ class KeptByWindow(NamedTuple):
         worst: the window with the smallest share. None means that the load has no windows.
         worst_share: share of this window's requests.
         by_window: share of each window's requests, or None for a window without requests.
+        counts: number of each window's requests.
     """
 
     share: float
     worst: Window | None = None
     worst_share: float | None = None
     by_window: tuple[float | None, ...] = ()
+    counts: tuple[int, ...] = ()
 
     def holds(self, quantile: float) -> bool:
-        """Return whether the required share of requests keeps the bounds in each window."""
-        return min(self.share, 1.0 if self.worst_share is None else self.worst_share) >= quantile
+        """Return whether the required share of requests keeps the bounds, of all requests and in each window. A window
+        may miss it by what chance allows.
+        """
+        windows = zip(self.by_window, self.counts, strict=True)
+        allowed = DEVIATIONS * (quantile * (1 - quantile)) ** 0.5
+        return self.share >= quantile and all(
+            share >= quantile - allowed / count**0.5 for share, count in windows if share is not None
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,4 +230,5 @@ class LogLoad:
         counted = [each for each in self._counted if each in shares]
         worst = min(counted, key=lambda window: shares[window]) if counted else None
         by_window = tuple(shares.get(each) for each in self.windows)
-        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window)
+        counts = tuple(each.num_requests for each in self.windows)
+        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window, counts)
