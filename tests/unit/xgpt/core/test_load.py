@@ -40,7 +40,7 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert kept.worst_share == pytest.approx(1 - 100 / load.busiest.num_requests)
     assert not kept.holds(0.99) and kept.holds(0.5)
     is_kept = np.random.default_rng(0).random(20_000) < 0.992
-    assert load.kept(is_kept).worst_share < 0.985 and load.kept(is_kept).holds(0.99), "chance is no verdict"
+    assert (load.kept(is_kept).worst_share or 1) < 0.985 and load.kept(is_kept).holds(0.99), "chance is no verdict"
     assert sum(share is not None for share in kept.by_window) >= 90
 
 
