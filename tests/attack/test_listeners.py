@@ -130,7 +130,7 @@ def test_the_pages_beside_the_endpoint_have_its_guards(mode: str, tmp_path: Path
     """300 silent sockets stopped the page at 256 files and wrote 15.7 MB of log; 800 became 800 threads."""
     arguments = ["ui", "--port", "0", "--no-browser"]
     if mode == "autoscale":
-        (tmp_path / "fleet.json").write_text(dump_json(fleet_of(2, 1)))
+        (tmp_path / "fleet.json").write_text(dump_json(fleet_of([2.0], [1.0])))
         arguments = ["autoscale", str(tmp_path / "fleet.json"), "--scrape", "http://127.0.0.1:9", "--port", "0"]
     log = tmp_path / "log"
     with command(*arguments, log=log) as process:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,8 +142,16 @@ def _takes(name: str, option: str) -> bool:
     return command is not None and any(option in parameter.opts for parameter in command.params)
 
 
+def ignore_hangups() -> None:
+    """Ignore SIGHUP from now on, in the main thread. Programs that are started do not inherit this."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Every error is one line on standard error and an exit code (see xgpt.core.errors)."""
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]:
+        ignore_hangups()  # a program that has written keys may send SIGHUP before the server reads them
     try:
         code = cli.main(arguments, prog_name="xgpt", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -38,6 +38,8 @@ from xrunner.generation import Generation, Token
 
 END_S = 30.0
 """Seconds in which an engine must end its step and its workers. An engine that takes longer is killed."""
+HUNG_S = 5.0
+"""Seconds without a report after which an engine that does nothing is killed without waiting, when the server ends."""
 POLL_S = 0.5
 """Interval at which a starting engine's process is checked."""
 
@@ -373,10 +375,12 @@ class RemoteEngine:
         self._begin(self._launch(plan))
 
     def close(self) -> None:
-        """End the engine after its current step. If another thread is restarting the engine, the other thread ends
-        it."""
+        """End the engine after its current step, or at once if it hangs. If another thread is restarting the engine,
+        the other thread ends it.
+        """
         self._is_closed = True
-        self._close(END_S)
+        is_silent = time.monotonic() - self._heard_s > HUNG_S and not self._far_end.is_at_work()
+        self._close(0.0 if is_silent else END_S)
 
     def _close(self, within_s: float) -> None:
         self._front.close()

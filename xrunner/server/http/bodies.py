@@ -114,11 +114,14 @@ class Bodies:
         """Return a request's body.
 
         Raises:
-            ApiError: 413, the body is too long; 408, the body arrives too slowly; 503, there is no memory for the body
-                now.
+            ApiError: 415, the body is compressed; 413, it is too long; 408, it arrives too slowly; 503, there is no
+                memory for it now.
         """
         info: RequestInfo = http.scope["xgpt"]
         limits, body = self._limits, bytearray()
+        encoding = http.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ApiError(415, "the body has a Content-Encoding; send it uncompressed", code="unsupported_encoding")
         declared = http.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limits.max_body_bytes:
             raise self._too_long()

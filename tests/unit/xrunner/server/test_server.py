@@ -1,5 +1,6 @@
 """The endpoint over the real engine with a fake executor, through the clients that users have."""
 
+import gzip
 import json
 import socket
 import threading
@@ -468,3 +469,25 @@ def test_a_checkpoint_gives_defaults_for_what_requests_leave_out() -> None:
             assert post(url, max_tokens=2, **fields).status_code == 200
     chosen = [(one.temperature, one.top_k, one.top_p, one.repetition_penalty) for one in seen]
     assert chosen == [(0.6, 20, 0.9, 1.1), (0, 20, 0.9, 1.0)]
+
+
+def test_a_compressed_body_is_refused(url: str) -> None:
+    """Its encoding was ignored, so that it was malformed JSON."""
+    body = gzip.compress(json.dumps({"model": "m", "prompt": [1], "max_tokens": 1}).encode())
+    answer = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Encoding": "gzip"}, trust_env=False)
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_encoding"
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_server_that_ends_does_not_wait_for_an_engine_that_hangs(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took 30 s more than its drain timeout."""
+    engine = in_threads(fake_engine(FakeExecutor()))
+    waited: list[float] = []
+    end = engine._far_end.end
+    monkeypatch.setattr(engine._far_end, "end", lambda within_s: (waited.append(within_s), end(10))[1])
+    if is_silent:
+        engine._heard_s -= remote.HUNG_S + 1
+    engine.close()
+    assert waited == [0.0 if is_silent else remote.END_S]
