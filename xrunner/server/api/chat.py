@@ -117,6 +117,8 @@ class _Template:
         messages: list[Message] = [{"role": role, "content": content} for role in roles]
         try:
             return self.render(messages, True, {}).count(PROBE) == len(messages)
+        except rendering.NotText as error:
+            raise InputError("chat_template", "", str(error)) from None
         except Exception:
             return False
 

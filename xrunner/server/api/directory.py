@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from xgpt.core.errors import InputError
+from xrunner.server.api.growth import check_growth
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -32,11 +33,13 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
         return None
     settings = read_settings(checkpoint)
     try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        content = path.read_bytes()
+        check_growth(json.loads(content), str(path))
+        tokenizer = Tokenizer.from_buffer(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _add_tokens(tokenizer, settings)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("tokenizer", str(path), f"it cannot be read: {error}; fetch the checkpoint again") from None
     return tokenizer, settings
 

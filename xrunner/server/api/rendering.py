@@ -22,6 +22,10 @@ START_S = 60.0
 """Seconds in which a process must have started."""
 
 
+class NotText(ValueError):
+    """A template wrote something that is no text."""
+
+
 class _Process:
     """A process that renders one template at a time."""
 
@@ -132,6 +136,8 @@ def render(source: str, given: dict[str, Any]) -> str:
     _idle.append(process)
     if "broken" in answer:
         raise InputError("chat_template", "", answer["broken"])
+    if "surrogate" in answer:
+        raise NotText("it writes half of a surrogate pair, which is no text")
     if "refused" in answer:
         raise ValueError(answer["refused"])
     text: str = answer["text"]

@@ -54,8 +54,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the rendered text of a template, or one of two errors. `broken` means that the template cannot be
-    compiled, `refused` that it raised an error.
+    """Return the rendered text of a template, or one of three errors. `broken` means that the template cannot be
+    compiled, `refused` that it raised an error, `surrogate` that it wrote half of a character.
     """
     try:
         template = compiled(asked["source"])
@@ -64,11 +64,15 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"broken": f"it cannot be compiled: {type(error).__name__}"}
     try:
-        return {"text": template.render(asked["given"])}
+        text = template.render(asked["given"])
+        text.encode()
     except MemoryError:
         raise
+    except UnicodeEncodeError:
+        return {"surrogate": True}
     except Exception as error:  # a template may fail in any way on messages for which it was not written
         return {"refused": str(error) or type(error).__name__}
+    return {"text": text}
 
 
 def main() -> None:

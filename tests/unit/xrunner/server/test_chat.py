@@ -30,6 +30,7 @@ from xgpt.core.errors import InputError
 from xrunner.grammar import Grammars
 from xrunner.server.api import rendering
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.directory import read_tokenizer
 from xrunner.server.api.protocol import ChatMessage
 from xrunner.server.api.text import load_tokenizer
 from xrunner.server.api.tools import FunctionCall, ToolCall
@@ -465,12 +466,59 @@ def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPa
         ("tokenizer_config.json", b'{"chat_template": 5}'),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
         ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+        ("chat_template.jinja", b"{{ messages[0].content }}{{ '\\ud800' }}"),
     ],
 )
 def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError):
         load_chat_template(tmp_path)
+
+
+TWICE = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": TWICE}),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b" * 100}),
+        ("normalizer", {"type": "Prepend", "prepend": "b" * 1000}),
+        ("decoder", {"type": "Sequence", "decoders": TWICE}),
+    ],
+)
+def test_a_tokenizer_that_multiplies_its_text_is_refused(part: str, value: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt of "aaaa" took 11.3 GiB."""
+    whole = json.loads(byte_tokenizer().to_str()) | {part: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError, match=r"may make a text .* times longer, but at most 64"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "NFKC"},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+                {"type": "Lowercase"},
+            ],
+        },
+    ],
+)
+def test_the_normalisers_of_real_models_are_accepted(normalizer: dict[str, Any], tmp_path: Path) -> None:
+    whole = json.loads(byte_tokenizer().to_str()) | {"normalizer": normalizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    assert read_tokenizer(tmp_path) is not None
 
 
 def test_a_process_that_renders_and_is_stopped_or_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
