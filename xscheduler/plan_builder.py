@@ -162,6 +162,8 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
     """Return a warning if the engine also loads encoders of images or sound and reserves memory for their inputs."""
     if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "xgpt":
         return ()
+    if problem.engine.framework == "vllm" and problem.model.tower is not None:
+        return ()  # counted
     return (
         f"{problem.model.name} also reads images or sound, and the plan does not count the memory that the engine "
         "reserves for them: serve only text (vLLM's --language-model-only), or plan with a smaller share of the memory",

@@ -55,7 +55,8 @@ class StepBuffers:
     xgpt's own engine runs a step in slices and frees the memory of each slice before the next slice. Before other
     engines allocate K/V memory, they run a step of the largest size and sample for their largest number of requests. So
     they reserve memory for the hidden states of all tokens, plus the larger of two parts: a layer's tensors, or logits
-    and sampling. Some versions also reserve the buffers between the experts' matrix products.
+    and sampling. Some versions also reserve the buffers between the experts' matrix products. vLLM also encodes the
+    largest images.
 
     Args:
         keeps: the engine. None means xgpt's own.
@@ -68,7 +69,7 @@ class StepBuffers:
         if keeps is None or keeps.framework == "xgpt":
             self._most = float(SLICE_TOKENS)
             activations = float(activation_bytes_per_token(spec, precision.state))
-            self.rows: Array = np.asarray([(activations, 0.0, 0.0)] * len(lane))
+            self.rows: Array = np.asarray([(activations, 0.0, 0.0, 0.0, 0.0, 0.0)] * len(lane))
             return
         self._most = np.inf
         size = 0 if keeps.shares_only_cache else BYTES_PER_ELEMENT[precision.state]
@@ -78,14 +79,29 @@ class StepBuffers:
             layer, between = _widths(spec, stage)
             sampled = stage.heads * keeps.sampling_bytes * slots * spec.vocab_size
             stays = spec.hidden_size + has_buffers * between
-            rows.append((size * stays, size * (layer + (not has_buffers) * between), sampled))
+            inside, outputs, item = _encoded(spec, stage) if keeps.framework == "vllm" else (0.0, 0.0, 0.0)
+            of_layer = size * (layer + (not has_buffers) * between)
+            rows.append((size * stays, of_layer, sampled, size * inside, size * outputs, item))
         self.rows = np.asarray(rows)
 
     def of(self, step_tokens: Array, stages: npt.NDArray[np.intp] | slice = slice(None)) -> Array:
         """Return the bytes reserved if the largest step has `step_tokens` tokens. # [n] -> [stages, n]"""
-        stays, layer, sampled = self.rows[stages].T[:, :, None]
+        stays, layer, sampled, inside, outputs, item = self.rows[stages].T[:, :, None]
         tokens = np.minimum(step_tokens, self._most)
-        return stays * tokens + np.maximum(layer * tokens, sampled)
+        encoded = np.maximum(tokens, item)
+        own = stays * tokens + np.maximum(layer * tokens, sampled)
+        return np.maximum(own + outputs * encoded, inside * encoded)
+
+
+def _encoded(spec: ModelSpec, stage: StageShape) -> tuple[float, float, float]:
+    """Return three numbers for the encoder of images: tensor elements inside it and of its outputs, for each token, and
+    the tokens of the largest image. vLLM encodes as many images as a step has room for, and keeps the outputs while it
+    runs the largest step.
+    """
+    if (tower := spec.tower) is None or not stage.embeds or not spec.tower_params:
+        return 0.0, 0.0, 0.0
+    inside = tower.patches * 2 * (tower.hidden_size + tower.ffn_size / stage.tp)
+    return inside, tower.outputs * spec.hidden_size, tower.item_tokens
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:

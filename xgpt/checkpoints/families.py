@@ -117,6 +117,31 @@ def tower_params(config: Mapping[str, Any]) -> int:
     return sum(_tower(tower) for tower in towers if isinstance(tower, dict))
 
 
+LARGEST_IMAGE = {"qwen2": 16384, "qwen3": 16384, "internvl": 3328}
+"""Tokens of the largest image by the beginning of model_type, where config.json does not state them: Qwen's processors
+accept 16,384 tokens, and InternVL's cut an image into 13 tiles of 256.
+"""
+
+
+def tower_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of `Tower` for the encoder of images, or None if its sizes are not known."""
+    found = config.get("vision_config")
+    if not isinstance(found, dict):
+        return None
+    hidden = found.get("embed_dim") or found.get("hidden_size")
+    inner = found.get("intermediate_size") or int((found.get("mlp_ratio") or 4) * (hidden or 0))
+    kind, deep = str(config.get("model_type")), found.get("deepstack_visual_indexes")
+    item = next((tokens for name, tokens in LARGEST_IMAGE.items() if kind.startswith(name)), 1)
+    merge = found.get("spatial_merge_size") or found.get("pooling_kernel_size") or config.get("spatial_merge_size")
+    patches = merge**2 if type(merge) is int else round((config.get("downsample_ratio") or 0.5) ** -2)
+    if type(tokens := config.get("mm_tokens_per_image")) is int and {"image_size", "patch_size"} <= found.keys():
+        item, patches = tokens, (found["image_size"] // found["patch_size"]) ** 2 // tokens
+    if type(hidden) is not int or type(inner) is not int or min(hidden, inner, patches, item) < 1:
+        return None
+    outputs = 1 + len(deep) if isinstance(deep, list) else 1
+    return {"hidden_size": hidden, "ffn_size": inner, "patches": patches, "item_tokens": item, "outputs": outputs}
+
+
 def _tower(config: Mapping[str, Any]) -> int:
     def first(*names: str) -> int:
         return next((config[name] for name in names if isinstance(config.get(name), int)), 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from xgpt.checkpoints.families import given_by_default, language_model, tower_params
+from xgpt.checkpoints.families import given_by_default, language_model, tower_of, tower_params
 from xgpt.checkpoints.fields import unsupported_fields
 from xgpt.checkpoints.readers import OTHER_NAMES, READERS, common
 from xgpt.checkpoints.readers.planned import PLAIN, planned
@@ -99,7 +99,7 @@ def spec_of(
     Raises:
         InputError: as `read_spec` does.
     """
-    towers = tower_params(config)
+    towers, tower = tower_params(config), tower_of(config)
     family, config = language_model(config, source)
     given, defaults = config, given_by_default(family)
     config = defaults | given
@@ -121,7 +121,7 @@ def spec_of(
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
     fields.setdefault("default_dtype", "bfloat16")  # as in vLLM
     if towers:
-        fields["tower_params"] = towers
+        fields |= {"tower_params": towers, "tower": tower}
     fields |= {"name": name, "family": "other" if family in PLAIN else OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, source)
 

@@ -109,7 +109,7 @@ def deployed(problem: Problem, current: CurrentEngine) -> Deployed:
     if current.drafts is None:
         problem = replace(problem, speculation=None)
     if current.text_only:
-        problem = replace(problem, model=problem.model.but(tower_params=0))
+        problem = replace(problem, model=problem.model.but(tower_params=0, tower=None))
     device = problem.cluster.device
     engine = None if problem.engine is None else current.as_started(problem.engine)
     runs, share = engine, current.usable_memory

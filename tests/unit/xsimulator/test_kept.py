@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from xgpt.checkpoints.files import spec_of
-from xgpt.core.schema import DType, ModelSpec
-from xgpt.resolve import load_engine, load_model
+from xgpt.core.schema import DType, ModelSpec, Precision
+from xgpt.resolve import load_cluster, load_engine, load_model
 from xsimulator.kept import Kept
+from xsimulator.memory import LaneMemory
 from xsimulator.stages import whole
 
 GIB = 2**30
@@ -95,6 +96,34 @@ def test_dense_models_keep_every_token_in_one_group(engine: str | None) -> None:
     assert [group.tokens for group in found.groups] == [16]
     assert (found.grows(8192), found.constant(8192), found.in_flight(8192)) == (131_072, 0, 0)
     assert found.longest(10 * 131_072 + 1, 8192) == 0 and found.longest(160 * 131_072, 8192) == 160
+
+
+def test_the_largest_image_takes_memory_when_vllm_starts() -> None:
+    """vLLM 0.26, Qwen3.5-27B in FP8 on an L40S with 86% of 44.4 GiB: 7.04 GiB, which hold at most 112,896 tokens."""
+    language = QWEN35 | {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "linear_num_value_heads": 48,
+    }  # fmt: skip
+    vision = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2}
+    spec = spec_of(
+        {
+            "model_type": "qwen3_5", "text_config": language, "vision_config": vision | {"out_hidden_size": 5120},
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        },
+        "m",
+    )  # fmt: skip
+    cluster = load_cluster("l40sx8")
+    device = cluster.device.but(memory_bytes=round(44.4 * GIB), usable_memory=0.86)
+    precision = Precision.of("float8", "gpu", "vllm", "bfloat16")
+
+    def memory(model: ModelSpec) -> LaneMemory:
+        lane, engine = whole(model), load_engine("vllm-0.26")
+        return LaneMemory(model, cluster.but(device=device), precision, lane, 16, engine, slots=256, context=8192)
+
+    free = memory(spec).free_bytes(2048)[0, 0] / GIB
+    assert free == pytest.approx(7.04, rel=0.03)
+    assert memory(spec).longest_request(2048, 2 * 2048) == pytest.approx(112_896, rel=0.03)
+    assert memory(spec.but(tower=None)).free_bytes(2048)[0, 0] / GIB > free + 0.4
 
 
 def test_windows_are_kept_by_engines_that_drop_the_rest() -> None:

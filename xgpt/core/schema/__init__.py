@@ -42,6 +42,7 @@ from xgpt.core.schema.model_parts import (
     Part,
     Quantization,
     RopeScaling,
+    Tower,
     YarnRope,
 )
 from xgpt.core.schema.plan import SLICE_TOKENS, Batching, EngineKind, Plan, PlanDraft, ProfileRef, Stage
@@ -183,6 +184,7 @@ __all__ = [
     "StoredDType",
     "Surface",
     "TensorParallel",
+    "Tower",
     "TruncatedNormal",
     "Uniform",
     "UrlReport",

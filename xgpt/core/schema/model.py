@@ -20,6 +20,7 @@ from xgpt.core.schema.model_parts import (
     Part,
     Quantization,
     RopeScaling,
+    Tower,
     YarnRope,
 )
 
@@ -215,6 +216,8 @@ class ModelSpec(ModelShape):
     """
     tower_params: NonNegativeInt = 0
     """Number of weights of encoders for images and sound. Other engines load them with the language model."""
+    tower: Tower | None = Field(default=None, exclude_if=lambda tower: tower is None)
+    """Encoder of images, which engines run on the largest image when they measure their use of memory."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:

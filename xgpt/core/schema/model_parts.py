@@ -87,6 +87,21 @@ class LatentAttention(Frozen):
         return self.kv_rank + self.rope_head_dim
 
 
+class Tower(Frozen):
+    """The encoder of images, as far as its run on the largest input takes memory."""
+
+    hidden_size: PositiveInt
+    """Width of a patch."""
+    ffn_size: PositiveInt
+    """Inner width of a feed-forward block."""
+    patches: PositiveInt
+    """Number of patches that become one token."""
+    item_tokens: PositiveInt = 1
+    """Largest number of tokens of an image."""
+    outputs: PositiveInt = 1
+    """Number of vectors of the model's width for each token."""
+
+
 Part = Literal["attention", "dense", "shared", "experts"]
 """Parts of a layer whose weights may have different formats: token mixer, dense feed-forward block, shared experts and
 routed experts.
