@@ -15,7 +15,7 @@ from tests.heap import set_heap_aside
 from tests.rings import few
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat import ChatTemplate
-from xrunner.server.api.formats import HERMES
+from xrunner.server.api.formats import HERMES, call_formats
 from xrunner.server.api.reader import OutputReader
 from xrunner.server.api.text import TextCodec
 
@@ -275,7 +275,7 @@ def test_reading_calls_takes_time_in_proportion(begin: str, piece: str) -> None:
     a call once took ours quadratic time."""
 
     def took_s(count: int) -> float:
-        reader, begin_s = OutputReader(HERMES), time.thread_time()
+        reader, begin_s = OutputReader(call_formats()[HERMES]), time.thread_time()
         for part in [begin, *[piece] * count]:
             reader.push(part)
             reader.found.pieces()

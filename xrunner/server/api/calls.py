@@ -48,13 +48,11 @@ class CallList:
         return len(self._calls)
 
     def begin(self, name: str, id_: str) -> None:
-        """Add a call, without arguments so far."""
         self._calls.append(ToolCall(FunctionCall(name, ""), id_))
         self._written.append([])
         self._add(CallPiece(len(self._calls) - 1, id_, name, ""))
 
     def append(self, arguments: str) -> None:
-        """Add to the arguments of the last call."""
         if arguments:
             self._written[-1].append(arguments)
             self._add(CallPiece(len(self._calls) - 1, None, None, arguments))
@@ -64,7 +62,6 @@ class CallList:
             self._pieces.append(piece)
 
     def calls(self) -> list[ToolCall]:
-        """Return the calls so far."""
         for call, written in zip(self._calls, self._written, strict=True):
             call.function.arguments = "".join(written)
         return self._calls[: self._most]

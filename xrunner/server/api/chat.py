@@ -53,13 +53,11 @@ class _Template:
         self._known_roles: dict[str, bool] = {}
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        """Return the rendered messages. Raises ValueError if the template refuses them."""
         given = {"tools": None, "documents": None} | variables | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.source, given)
 
     def shown(self, message: Message) -> Message:
-        """Return a message in the form that the template expects."""
         role = message["role"]
         if role == "developer" and not self.knows_developer:
             role = "system"
@@ -103,17 +101,14 @@ class _Template:
         return self._known_roles[role]
 
     def content(self, content: Content) -> Content:
-        """Return a content in the form that the template expects: as a text, or in parts."""
         if self.takes_parts:
             return [{"type": "text", "text": content}] if isinstance(content, str) else content
         return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     def _shows(self, role: str, content: object) -> bool:
-        """Whether the template shows the content of a message of this role."""
         return self._shows_all((role,) if role == "user" else (role, "user"), content)
 
     def _shows_all(self, roles: Sequence[str], content: object) -> bool:
-        """Whether the template shows the content of messages of these roles."""
         messages: list[Message] = [{"role": role, "content": content} for role in roles]
         try:
             return self.render(messages, True, {}).count(PROBE) == len(messages)
@@ -182,7 +177,6 @@ class ChatTemplate:
 
 
 def _joined(contents: list[Content]) -> Content:
-    """Join contents of the same form."""
     if len(contents) == 1:
         return contents[0]
     texts = [content for content in contents if isinstance(content, str)]

@@ -77,12 +77,10 @@ class Choice:
         return "".join(self._reasoning)
 
     def echo(self, scores: Sequence[Logprobs]) -> None:
-        """Report further tokens of the prompt, after its first."""
         for score in scores:
             self._echo(score)
 
     def _echo(self, score: Logprobs | None) -> None:
-        """Report the next token of the prompt. `score` is None for the first token."""
         assert self.logprobs is not None
         token = next(self._to_score)
         self.logprobs.add(self._report(token, score))
@@ -117,7 +115,6 @@ class Choice:
         return delta
 
     def _read(self, token: Token) -> Delta:
-        """Return what a token adds to the reasoning, the answer and the calls."""
         piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
         if token.finish is not None:
             piece += self._detokenizer.flush()

@@ -53,7 +53,6 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
-        """Return the body of the response in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
@@ -70,7 +69,6 @@ ANTHROPIC_PATH = "/v1/messages"
 
 
 def anthropic_error(error: ApiError) -> dict[str, str]:
-    """Return the member `error` of an error in Anthropic's format."""
     kinds = {
         401: "authentication_error",
         403: "permission_error",

@@ -23,6 +23,7 @@ from xrunner.server.api.formats import (
     Opening,
     Thought,
     call_format,
+    call_formats,
     marks_of,
     pieces,
     thought_after,
@@ -49,7 +50,7 @@ class OutputForm:
         tokens: ids of the tokens with which the marks are written.
     """
 
-    calls: CallFormat = HERMES
+    calls: CallFormat = field(default_factory=lambda: call_formats()[HERMES])
     is_known: bool = False
     marks: Marks | None = None
     thought: Thought | None = None
@@ -65,7 +66,7 @@ class OutputForm:
             tool_template: its template for chats with functions, if that is another one.
         """
         found = call_format(tool_template or template, added)
-        calls = (found or HERMES).written_with(added)
+        calls = (found or call_formats()[HERMES]).written_with(added)
         marks = None if calls.on_channels else marks_of(template, added)
         around = "".join(marks or ())
         return cls(calls, found is not None, marks, tokens={t: id_ for t, id_ in added.items() if t in around})
@@ -76,11 +77,9 @@ class OutputForm:
         return f"format of calls: {calls}; marks of reasoning: {reasoning}"
 
     def within(self, vocab_size: int) -> OutputForm:
-        """Return the form for a model whose logits cover only the first `vocab_size` tokens."""
         return replace(self, calls=self.calls.within(vocab_size))
 
     def after(self, prompt: str) -> OutputForm:
-        """Return the form of the output that follows `prompt`."""
         return replace(self, thought=thought_after(prompt, self.marks))
 
     def shown(self, choice: ToolChoice) -> frozenset[int]:
@@ -158,7 +157,7 @@ class OutputForm:
     def _only(self, schemas: Schemas) -> str:
         """Return the rule `calls` for calls with their marks."""
         calls = self.calls
-        opening = next((each for each in calls.openings if each.arguments is None), OBJECTS[0])
+        opening = next((each for each in calls.openings if each.has_json), OBJECTS[0])
         called = " | ".join(self._called(opening, *each) for each in schemas.items())
         begin = self.terms(calls.begins[0]) if calls.begins else ""
         ends = f"WS? {self.terms(calls.ends[0])}" if calls.begins and calls.ends else ""
@@ -175,7 +174,7 @@ class OutputForm:
         models also write other text after it.
         """
         calls = self.calls
-        openings = [each for each in calls.openings if each.arguments is None]
+        openings = [each for each in calls.openings if each.has_json]
         heads = [
             each.head if each.is_object else calls.begins[0] * (each.head[0] == "%") + each.head for each in openings
         ]
@@ -217,13 +216,11 @@ class OutputForm:
         return f"answer: (tag{' | other' if free else ''})* text\n{other}text: TEXT\n" + "\n".join(rules) + "\n"
 
     def _parts(self, pattern: str) -> str:
-        """Return the part of a head before or after a function's name as Lark terms."""
         found = re.split(r"(%[i_-])", pattern)
         codes = {"%i": "/[A-Za-z0-9]{9}/" if self.calls.short_ids else "/[0-9]+/", "%_": "WS?", "%-": "WS?"}
         return " ".join(codes.get(part) or self.terms(part) for part in found if part)
 
     def _on_channels(self, schemas: Schemas, formatted: str | None, *, is_free: bool) -> str:
-        """Return the grammar of messages on channels: messages of reasoning, then calls or an answer."""
         channel, message, constrain, start, end = (
             self.terms(mark) for mark in ("<|channel|>", MESSAGE, "<|constrain|>", "<|start|>", "<|end|>")
         )

@@ -1,10 +1,7 @@
 """The formats in which models write reasoning and calls of functions, as data.
 
-A row of `CALL_FORMATS` says which texts show that a checkpoint has the format, what precedes a call, and how the call
-begins, holds its arguments and ends. `reader` reads outputs by these rows, and `form` makes grammars from them.
-
-Sources: the chat templates of the named models; openai-cookbook, articles/openai-harmony.md; ai.google.dev,
-gemma/docs/functiongemma/formatting-and-best-practices.
+configs/call_formats.yaml has a row for each format of calls. `reader` reads outputs by these rows, and `form` makes
+grammars from them.
 """
 
 from __future__ import annotations
@@ -12,9 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import ClassVar, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter
+
+from xgpt.core.io import configs_dir, load_yaml
 from xrunner.server.api.tools import MAX_NAME
 
 
@@ -56,7 +56,6 @@ class Pattern(NamedTuple):
 
 
 def pieces(pattern: str) -> list[str]:
-    """Return the codes and characters of a pattern."""
     return re.findall(r"%[nikmv_-]|.", pattern, re.DOTALL)
 
 
@@ -70,45 +69,36 @@ def compiled(pattern: str, follows: str = "") -> Pattern:
     return Pattern(re.compile("".join(parts) + follows), re.compile(partial))
 
 
-class Tags(NamedTuple):
-    """Arguments as parameters with tags around each value. `begin` and `end` are the tags."""
-
-    begin: str
-    end: str
-
-
-class Literals(NamedTuple):
-    """Arguments as keys and values between brackets, in a notation that differs from JSON in its quotes and keys."""
-
-    quotes: tuple[str, ...]
-
-
-PYTHON = Literals(('"', "'"))
-
-
 @dataclass(frozen=True, slots=True)
 class Opening:
     """A way to begin a call.
 
     Attributes:
         head: pattern of the text from the call's beginning to its arguments.
-        arguments: the notation of the arguments. None means a JSON object.
         close: text that ends the call.
+        tags: for arguments that are parameters between tags: the tags around a value.
+        quotes: for arguments that are keys and values in another notation than JSON: its quotes.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     head: str
-    arguments: Tags | Literals | None = None
     close: str = ""
+    tags: tuple[str, str] | None = None
+    quotes: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> Pattern:
-        if isinstance(self.arguments, Tags):
+        if self.tags is not None:
             return compiled(f"{self.head}%-", "(?=<)")
-        return compiled(self.head, r"(?=\{)" if self.arguments is None else "")
+        return compiled(self.head, r"(?=\{)" if self.has_json else "")
+
+    @property
+    def has_json(self) -> bool:
+        """Return whether the arguments are a JSON object."""
+        return self.tags is None and not self.quotes
 
     @property
     def is_object(self) -> bool:
-        """Return whether the whole call is a JSON object."""
         return self.head.startswith("{")
 
     def filled(self, name: str) -> str:
@@ -136,6 +126,7 @@ class CallFormat:
         found: texts, all of which are in a chat template or among the tokens of a checkpoint with this format.
         begins: texts with which calls may begin. Without one, only calls of declared functions are recognised.
         openings: ways to begin a call after that, and to begin a further one. The first is the usual one.
+        objects: if calls may be JSON objects, the names of the member with the arguments.
         ends: texts that may follow a call.
         is_list: whether calls stand in brackets, with commas between them.
         short_ids: whether templates accept only ids of nine letters or digits.
@@ -144,10 +135,12 @@ class CallFormat:
         free: ids of tokens that are not text. A model may write each of them anywhere.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     families: str
     found: tuple[str, ...]
-    begins: tuple[str, ...]
-    openings: tuple[Opening, ...]
+    begins: tuple[str, ...] = ()
+    openings: tuple[Opening, ...] = ()
+    objects: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     is_list: bool = False
     short_ids: bool = False
@@ -157,15 +150,8 @@ class CallFormat:
 
     def written_with(self, added: Mapping[str, int]) -> CallFormat:
         """Return the format for a tokenizer that has these tokens which are not text."""
-        quotes = (
-            mark for each in self.openings if isinstance(each.arguments, Literals) for mark in each.arguments.quotes
-        )
-        texts = [
-            *self.begins,
-            *self.ends,
-            *quotes,
-            *(text for each in self.openings for text in (each.head, each.close)),
-        ]
+        texts = [*self.begins, *self.ends]
+        texts += (text for each in self.openings for text in (each.head, each.close, *each.quotes))
         found = {token: id_ for token, id_ in added.items() if any(token in text for text in texts)}
         return replace(self, special=found, free=frozenset(added.values()))
 
@@ -185,151 +171,28 @@ class CallFormat:
 
 
 MESSAGE = "<|message|>"
-HARMONY = CallFormat(
-    "gpt-oss",
-    ("<|start|>", "<|channel|>", MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-    ("<|start|>", "<|channel|>"),
-    (Opening(f"<|channel|>commentary to=functions.%n <|constrain|>json{MESSAGE}"),),
-    ("<|end|>", "<|call|>", "<|return|>"),
-    on_channels=True,
-)
-HERMES = CallFormat("Hermes, Qwen", ("<tool_call>",), ("<tool_call>",), OBJECTS, ("</tool_call>",))
-QWEN_CODER = CallFormat(
-    "Qwen3-Coder",
-    ("<tool_call>", "<function="),
-    ("<tool_call>", "<function="),
-    (Opening("<function=%n>", Tags("<parameter=%k>", "</parameter>"), "</function>"),),
-    ("</tool_call>",),
-)
-LLAMA = CallFormat(
-    "Llama 3.1 and later",
-    ("<|python_tag|>",),
-    (),
-    (*objects("parameters", "arguments"), Opening("[%n(", PYTHON, ")"), Opening("%n(", PYTHON, ")")),
-    (";", ",", "]"),
-)
-MISTRAL_LIST = CallFormat(
-    "Mistral before tokenizer v11", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), OBJECTS, is_list=True, short_ids=True
-)
-MISTRAL = CallFormat(
-    "Mistral",
-    ("[TOOL_CALLS]", "[ARGS]"),
-    ("[TOOL_CALLS]",),
-    (Opening("%n[ARGS]%-"), Opening("%n[CALL_ID]%i[ARGS]%-"), Opening("%n%-")),
-    short_ids=True,
-)
-DEEPSEEK = CallFormat(
-    "DeepSeek V3, R1",
-    ("<｜tool▁calls▁begin｜>",),
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    (
-        Opening("<｜tool▁call▁begin｜>function<｜tool▁sep｜>%n\n```json\n", close="<｜tool▁call▁end｜>"),
-        Opening("<｜tool▁call▁begin｜>%n<｜tool▁sep｜>%-", close="<｜tool▁call▁end｜>"),
-    ),
-    ("```", "<｜tool▁calls▁end｜>"),
-)
-CALL_FORMATS = (
-    DEEPSEEK,
-    CallFormat(
-        "Kimi K2",
-        ("<|tool_calls_section_begin|>",),
-        ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
-        tuple(
-            Opening(f"<|tool_call_begin|>%-{name}:%i%-<|tool_call_argument_begin|>%-", close="<|tool_call_end|>")
-            for name in ("functions.%n", "%n")
-        ),
-        ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
-    ),
-    CallFormat(
-        "GLM 4.5 and later",
-        ("<tool_call>", "<arg_key>"),
-        ("<tool_call>",),
-        (Opening("%n", Tags("<arg_key>%k</arg_key>%-<arg_value>", "</arg_value>"), "</tool_call>"),),
-    ),
-    QWEN_CODER,
-    CallFormat(
-        "Seed-OSS",
-        ("<seed:tool_call>",),
-        ("<seed:tool_call>",),
-        (Opening("<function=%n>", Tags("<parameter=%k>", "</parameter>"), "</function>"),),
-        ("</seed:tool_call>",),
-    ),
-    CallFormat(
-        "MiniMax M2",
-        ("<minimax:tool_call>",),
-        ("<minimax:tool_call>",),
-        (Opening('<invoke name="%n">', Tags('<parameter name="%k">', "</parameter>"), "</invoke>"),),
-        ("</minimax:tool_call>",),
-    ),
-    HERMES,
-    MISTRAL,
-    MISTRAL_LIST,
-    CallFormat(
-        "Gemma 4",
-        ("<|tool_call>",),
-        ("<|tool_call>",),
-        (Opening("call:%n{", Literals(('<|"|>', '"', "'")), "}"),),
-        ("<tool_call|>",),
-    ),
-    CallFormat(
-        "FunctionGemma",
-        ("<start_function_call>",),
-        ("<start_function_call>",),
-        (Opening("call:%n{", Literals(("<escape>", '"', "'")), "}"),),
-        ("<end_function_call>",),
-    ),
-    CallFormat(
-        "Phi-4-mini, Granite",
-        ("<|tool_call|>",),
-        ("<|tool_call|>", "<|tool_calls|>", "functools"),
-        OBJECTS,
-        ("<|/tool_call|>", "<|/tool_calls|>"),
-        is_list=True,
-    ),
-    CallFormat("Nemotron", ("<TOOLCALL>",), ("<TOOLCALL>",), OBJECTS, ("</TOOLCALL>",), is_list=True),
-    CallFormat("Hunyuan, Jamba", ("<tool_calls>",), ("<tool_calls>",), OBJECTS, ("</tool_calls>",), is_list=True),
-    CallFormat(
-        "Command A",
-        ("<|START_ACTION|>",),
-        ("<|START_ACTION|>",),
-        (Opening('{%-"tool_call_id":%_"%i",%_"tool_name":%_"%n",%_"parameters":%_', close="}"), *OBJECTS),
-        ("<|END_ACTION|>",),
-        is_list=True,
-    ),
-    CallFormat(
-        "OLMo 3",
-        ("<function_calls>",),
-        ("<function_calls>",),
-        (Opening("%n(", PYTHON, ")"),),
-        ("</function_calls>",),
-    ),
-    CallFormat(
-        "LFM2",
-        ("<|tool_call_start|>",),
-        ("<|tool_call_start|>",),
-        (Opening("%n(", PYTHON, ")"),),
-        ("<|tool_call_end|>",),
-        is_list=True,
-    ),
-    LLAMA,
-)
-"""The formats that are recognised by a checkpoint's template or tokens, more special ones first."""
+HERMES = "Hermes"
+
+
+@cache
+def call_formats() -> dict[str, CallFormat]:
+    """Return the formats of configs/call_formats.yaml by the first of their families."""
+    found = load_yaml(configs_dir() / "call_formats.yaml", "call_formats")
+    rows = TypeAdapter(tuple[CallFormat, ...]).validate_python(found)
+    formats = (replace(each, openings=(*each.openings, *objects(*each.objects))) for each in rows)
+    return {each.families.partition(",")[0]: each for each in formats}
 
 
 def call_format(template: str, tokens: Collection[str] = ()) -> CallFormat | None:
     """Return the format that a chat template describes or, if it describes none, that the tokens show."""
-    if all(token in tokens for token in HARMONY.found):
-        return HARMONY
-    for place in (template, tokens):
-        if (
-            found := next((each for each in CALL_FORMATS if all(text in place for text in each.found)), None)
-        ) is not None:
-            return found
-    return LLAMA if '"parameters": dictionary' in template else None
+    formats = call_formats()
+    tried = [(each, tokens) for each in formats.values() if each.on_channels]
+    tried += [(each, place) for place in (template, tokens) for each in formats.values() if not each.on_channels]
+    found = next((each for each, place in tried if all(text in place for text in each.found)), None)
+    return formats["Llama 3.1 and later"] if found is None and '"parameters": dictionary' in template else found
 
 
 def marks_of(template: str, tokens: Collection[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, from its chat template or its tokens, or None if neither has any."""
     return next((m for m in ALL_MARKS if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 
 

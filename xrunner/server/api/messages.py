@@ -120,7 +120,6 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     mcp_servers: list[Any] | None = None
 
     def check(self) -> None:
-        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         if self.mcp_servers:
             refuse("mcp_servers", "this server runs no tools; leave it out, and send tools for the client to run")
         for tool in self.tools or ():
@@ -131,7 +130,6 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
                 )
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat to which the request is translated. Raises ApiError (400)."""
         system = self.system
         if isinstance(system, list):
             system = [block for block in system if not (block.text or "").startswith(BILLING)]
@@ -161,7 +159,6 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         return chat
 
     def translated(self) -> Translated:
-        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         return Translated(self.chat(), MessagesWriter(self.model, 0), NAMES)
 
 
@@ -175,24 +172,20 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     container: Any = None
 
     def check(self) -> None:
-        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         super().check()
         if self.container is not None:
             refuse("container", "this server runs no code; leave it out")
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat to which the request is translated. Raises ApiError (400)."""
         chat = super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
         chat.let_fill_context()
         return chat
 
     def translated(self) -> Translated:
-        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         return Translated(self.chat(), MessagesWriter(self.model, self.max_tokens), NAMES)
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | Parts:
-    """Return a content that consists only of texts. Raises ApiError (400)."""
     if isinstance(content, str):
         return content
     return parts_of([_text(block, field) for block in content])
@@ -234,7 +227,6 @@ def _messages(message: Message) -> list[ChatMessage]:
 
 
 def _arguments(given: msgspec.Raw) -> str:
-    """Return the input of a call as a text of JSON. Raises ApiError (400)."""
     text = bytes(given).decode(errors="replace")
     if text in ("", "null"):
         return "{}"
@@ -246,7 +238,6 @@ def _tool(tool: ClientTool) -> Tool:
 
 
 def _choice(choice: Choosing) -> ToolChoice:
-    """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if choice.type == "tool":
         return NamedTool(
             NamedFunction(choice.name or refuse("tool_choice", "the choice tool needs a name; send the tool's name"))

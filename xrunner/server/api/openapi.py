@@ -55,12 +55,10 @@ _IDS: Json = {"type": "array", "items": _COUNT}
 
 
 def _object(**properties: Json) -> Json:
-    """Return the schema of an object that has at least these members."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def _answer(kind: str, prefix: str, **said: Json) -> Json:
-    """Return the schema of a completion or a chat. `said` are the members of each choice."""
     choice = _object(
         index=_COUNT,
         **said,
@@ -156,7 +154,6 @@ _GETS: tuple[tuple[str, str, Json, Sequence[str]], ...] = (
 
 
 def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
-    """Return the OpenAPI document of a server whose model has these names."""
     kinds = (
         CompletionRequest,
         ChatRequest,
@@ -215,7 +212,6 @@ def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSp
 
 
 def _mapped(schema: Any) -> Iterator[str]:
-    """Yield the names of all types that are distinguished by a tag."""
     if isinstance(schema, dict):
         for reference in schema.get("discriminator", {}).get("mapping", {}).values():
             yield reference.rpartition("/")[2]

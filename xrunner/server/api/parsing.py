@@ -61,7 +61,6 @@ P = TypeVar("P", bound=GenerationRequest | ResponsesRequest | CountRequest | Tok
 
 
 def _parser(kind: type[P]) -> Callable[[Body], P]:
-    """Return a function that parses a body with all checks that need no model. It raises ApiError (400, 413)."""
     return partial(_parse, msgspec.json.Decoder(kind))
 
 
@@ -134,7 +133,6 @@ def _accepted(kind: Any, path: str) -> str:
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
-    """Return the types that a field's value may have."""
     if isinstance(kind, msgspec.inspect.Metadata):
         return _alternatives(kind.type)
     return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)

@@ -1,28 +1,9 @@
 """Define the bodies of /v1/completions and /v1/chat/completions: which fields are accepted, and how they may be
 combined.
 
-In addition to OpenAI's fields a request may carry:
-    top_k, min_p: further limits on the distribution.
-    repetition_penalty: a factor for the logits of tokens in the prompt or the output, as in vLLM.
-    ignore_eos: continue to max_tokens, whatever tokens are generated.
-    min_tokens: for load generators. Above 1, it is accepted only with ignore_eos, without stop strings and tokens, or
-      if it equals max_tokens.
-    stop_token_ids: tokens that end an output.
-    include_stop_str_in_output: leave the stop string in the text.
-    output_length: exact number of output tokens, for benchmarks. The schedule knows only max_tokens.
-    add_special_tokens: whether a prompt begins with the special tokens that the tokenizer adds. By default true for
-      completions and false for chats.
-    truncate_prompt_tokens: keep this many tokens at the end of a prompt. -1 keeps all that fit.
-    skip_special_tokens: only true is accepted, since special tokens are never shown.
-    deadline_s: seconds from the request's arrival after which an incomplete answer ends with 504, deadline_exceeded.
-      The header X-Deadline-S has the same effect, and the shorter time counts.
-    add_generation_prompt, chat_template_kwargs (chat): variables of the template, as is `reasoning_effort`.
-    continue_final_message (chat): whether the answer continues the last message.
-    structured_outputs (chat): vLLM's restrictions of the output: choice, regex, json or json_object.
-
-If the checkpoint has a tokenizer, an output can be restricted to a JSON schema (`response_format`), to calls of
-functions with their schemas (`tools`), or to one of the two. If the model writes reasoning before the output, the
-reasoning is not restricted.
+docs/guide/serve.md lists the fields beyond OpenAI's. If the checkpoint has a tokenizer, an output can be restricted to
+a format (`response_format`, `structured_outputs`), to calls of functions (`tools`), or to one of the two. Reasoning
+before the output is not restricted.
 """
 
 from __future__ import annotations
@@ -117,7 +98,6 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
 
     def common(self, form: type[Sampled]) -> dict[str, Any]:
-        """Return the values of the fields that requests of all formats have."""
         return {name: getattr(self, name) for name in form.__struct_fields__}
 
 
@@ -166,7 +146,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the output continues the prompt's text."""
         return True
 
     @property
@@ -186,7 +165,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def shown_tokens(self) -> frozenset[int]:
-        """Special tokens that `reader` treats as text."""
         return frozenset()
 
     def reader(self) -> OutputReader | None:
@@ -230,7 +208,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def named_output(self) -> int | None:
-        """Largest number of output tokens that the request names, or None if it names none."""
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
@@ -270,7 +247,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the bytes of the texts and schemas from which prompts and grammars are made."""
         raise NotImplementedError
 
     @property
@@ -284,13 +260,11 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
-        """Set fields that are missing or null to the checkpoint's defaults."""
         for field, value in defaults.items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
 
     def check(self) -> None:
-        """Check fields against each other, and remove fields that have no effect. Raises ApiError (400)."""
         for field, (neutral, reason) in (COMMON_WITHOUT_EFFECT | self.WITHOUT_EFFECT).items():
             value = getattr(self, field)
             if value is not None and value != neutral:
@@ -421,7 +395,6 @@ class ChatMessage(msgspec.Struct):
 
     @property
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the message that a template may show."""
         yield self.role
         if self.content is not None:
             yield from [self.content] if isinstance(self.content, str) else (part.text for part in self.content)
@@ -453,7 +426,6 @@ class ChatMessage(msgspec.Struct):
 
 
 def _check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Refuse messages with too many parts, or with too much JSON in their fields. Raises ApiError (400)."""
     num_parts = len(messages)
     if num_parts <= MAX_PARTS:
         num_parts += sum(len(one.tool_calls or ()) for one in messages)
@@ -517,7 +489,6 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def rule(self) -> str:
-        """Return a Lark term of the output. Raises ApiError (400)."""
         given = [name for name in self.__struct_fields__ if getattr(self, name)]
         if len(given) != 1:
             refuse("structured_outputs", "send one of choice, regex, json and json_object")
@@ -603,7 +574,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Return the variables that the client passes to the chat template."""
         variables: dict[str, Any] = {}
         if (effort := self.reasoning_effort) is not None:
             variables = {"reasoning_effort": effort} | reasoning_switch(is_on=effort != "none")
@@ -644,7 +614,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def answer_rule(self) -> str | None:
-        """Return a Lark term of an answer that is not a call, or None if the answer is free text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.rule
         match self.response_format:
@@ -656,7 +625,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def format_field(self) -> str | None:
-        """Return the name of the field that restricts the answer."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         return None if isinstance(self.response_format, TextFormat | None) else "response_format"
@@ -670,21 +638,17 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return "fills_context" in self.__dict__
 
     def let_fill_context(self) -> None:
-        """Accept a `max_tokens` that is more than fits into the context."""
         self.__dict__["fills_context"] = True
 
     def leave_free(self) -> None:
-        """Let calls be any text."""
         self.__dict__["is_free"] = True
 
     @property
     def form(self) -> OutputForm:
-        """Return the form of the output, as set by `take_form`."""
         form: OutputForm = self.__dict__.get("form_of_model", OutputForm())
         return form
 
     def take_form(self, form: OutputForm) -> None:
-        """Set the form of the model's outputs."""
         self.__dict__["form_of_model"] = form
 
     @property
@@ -696,7 +660,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None, types)
 
     def _allow_tools(self) -> None:
-        """Remove the functions that `tool_choice` does not allow. Raises ApiError (400)."""
         choice = self.tool_choice
         if not isinstance(choice, AllowedTools):
             return
@@ -732,12 +695,10 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the bytes of the request's texts."""
         texts = [self.prompt or "", *(text for message in self.messages or () for text in message.texts)]
         return sum(map(getsizeof, texts)) + memory_of(self.tools, self.chat_template_kwargs)
 
     def check(self) -> None:
-        """Check that the request has either a prompt or messages. Raises ApiError (400)."""
         if self.messages is not None:
             _check_parts(self.messages)
             check_continued(self)
@@ -753,7 +714,6 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the number of bytes that the request's tokens count for (`TOKEN_BYTES` each)."""
         return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from xrunner.server.api.calls import (
     overlap,
     parameter,
 )
-from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Literals, Opening, Tags, Thought, compiled
+from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Opening, Thought, compiled
 from xrunner.server.api.tools import MAX_NAME
 
 MAX_SPACE = 64
@@ -135,7 +135,6 @@ class OutputReader:
         self._held = self._held.lstrip()
 
     def _go(self, step: Callable[[], None]) -> None:
-        """Take the step of another state."""
         self._step, self._awaited = step, ""
         if self._held:
             step()
@@ -190,7 +189,6 @@ class OutputReader:
     # The answer, with calls in it.
 
     def _text(self) -> None:
-        """Show text up to the next text with which a call may begin."""
         is_text = not self._takes_calls or max(len(self.found), self._attempts) >= MAX_CALLS
         if is_text or (self._is_call and len(self.found)):
             self._show(self._take(len(self._held)))
@@ -202,7 +200,6 @@ class OutputReader:
             self._show(self._take(len(self._held) - held))
 
     def _call(self) -> None:
-        """Read the beginning of a call up to its arguments. If there is none, the mark is text."""
         begin = next((each for each in self._begins if self._held.startswith(each)), "")
         whole = self._match(len(begin)) or (self._match(0) if begin else None)
         if isinstance(whole, tuple):
@@ -219,7 +216,6 @@ class OutputReader:
                 self._step = self._text
 
     def _gap(self, at: int) -> int:
-        """Return the length of the white space, and of a list's bracket, at this place."""
         found = re.compile(r"\s{0,16}(?:\[\s{0,16})?" if self._format.is_list else r"\s{0,16}").match(self._held, at)
         return found.end() - at if found else 0
 
@@ -236,10 +232,9 @@ class OutputReader:
         return None
 
     def _begin(self, opening: Opening, found: re.Match[str]) -> None:
-        """Begin a call of which the text up to the arguments is known."""
         self._opening, self._name = opening, found["name"]
-        if isinstance(opening.arguments, Literals):
-            self._extent = Extent(opening.arguments.quotes, found.end(), 1)
+        if opening.quotes:
+            self._extent = Extent(opening.quotes, found.end(), 1)
             self._begin_at = found.end()
             self._go(self._literals)
             return
@@ -248,7 +243,7 @@ class OutputReader:
         self._take(found.end())
         self._extent = Extent()
         self._num_parameters = 0
-        self._step = self._object if opening.arguments is None else self._parameters
+        self._step = self._object if opening.tags is None else self._parameters
 
     def _add(self, call: Call) -> None:
         self._is_after_call = True
@@ -258,7 +253,6 @@ class OutputReader:
         self.found.append(call.arguments)
 
     def _object(self) -> None:
-        """Read arguments that are a JSON object."""
         end = self._extent.feed(self._held)
         self.found.append(self._take(len(self._held) if end is None and self._is_end else end or self._extent.at))
         self._extent.at = 0
@@ -266,7 +260,6 @@ class OutputReader:
             self._step = self._between
 
     def _whole(self) -> None:
-        """Read a call's object that does not begin with the name."""
         self._awaited = "}"
         if (end := self._extent.feed(self._held)) is None and not self._is_end:
             return
@@ -277,15 +270,13 @@ class OutputReader:
         self._finish(len(self._held) if end is None else end, call)
 
     def _literals(self) -> None:
-        """Read arguments in another notation than JSON."""
-        assert isinstance(self._opening.arguments, Literals)
         self._awaited = self._opening.close
         if (end := self._extent.feed(self._held)) is None and not self._is_end:
             return
         self._attempts += 1
         arguments = None
         if end is not None:
-            arguments = json_of_literals(self._held[self._begin_at : end - 1], self._opening.arguments.quotes)
+            arguments = json_of_literals(self._held[self._begin_at : end - 1], self._opening.quotes)
         self._finish(
             len(self._held) if end is None else end, None if arguments is None else Call(self._name, arguments)
         )
@@ -301,14 +292,13 @@ class OutputReader:
             self._step = self._between
 
     def _parameters(self) -> None:
-        """Read the beginning of a parameter, or the end of the arguments."""
-        assert isinstance(self._opening.arguments, Tags)
-        end = self._opening.arguments.end
+        assert self._opening.tags is not None
+        begin, end = self._opening.tags
         self._skip_space()
         if self._held.startswith(end):  # some models write it twice
             self._take(len(end))
             return
-        pattern = compiled(self._opening.arguments.begin)
+        pattern = compiled(begin)
         if (found := pattern.whole.match(self._held)) is not None:
             self._take(found.end())
             self._key = found["key"]
@@ -323,13 +313,12 @@ class OutputReader:
             self._go(self._between)
 
     def _may_begin(self, mark: str) -> bool:
-        """Return whether the text that is held back is a beginning of `mark` that may still go on."""
         return not self._is_end and len(self._held) < len(mark) and mark.startswith(self._held)
 
     def _value(self) -> None:
         """Read a parameter's value. White space next to its tags is dropped if it is a line break."""
-        assert isinstance(self._opening.arguments, Tags)
-        mark = self._opening.arguments.end
+        assert self._opening.tags is not None
+        mark = self._opening.tags[1]
         self._awaited = mark[-1]
         end = self._held.find(mark)
         if end < 0 and not self._is_end:
@@ -387,7 +376,6 @@ class OutputReader:
             self._go(self._message)
 
     def _open(self, head: str) -> None:
-        """Begin a message with this head."""
         self._step, self._has_start = self._message, False
         function, channel = RECIPIENT.search(head), head.rpartition(HEADS[0])[2]
         if function is not None and self._takes_calls and (function[1] or function[2] in self._types):

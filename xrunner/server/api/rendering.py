@@ -47,7 +47,6 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process has ended and can render no more."""
         return self._process.poll() is not None
 
     def ask(self, content: bytes, seconds: float) -> dict[str, Any]:
@@ -85,7 +84,6 @@ class _Process:
         return found
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         with suppress(BrokenPipeError):
@@ -98,7 +96,6 @@ _idle: list[_Process] = []
 
 
 def _taken() -> _Process:
-    """Return an idle process, or a new one."""
     with suppress(IndexError):  # another thread may take the last process at any moment
         while (process := _idle.pop()).has_ended:
             process.close()

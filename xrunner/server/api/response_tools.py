@@ -86,17 +86,14 @@ class Declared(NamedTuple):
 
     @property
     def function(self) -> str:
-        """Return the name of the function into which the tool is translated."""
         return flat_name(self.namespace, self.tool.name or "")
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a tool."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments for a custom tool's function from the tool's input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -134,11 +131,9 @@ class CallItems:
         self._inside = {each.function: (each.namespace, each.tool.name) for each in tools if each.namespace}
 
     def is_custom(self, function: str) -> bool:
-        """Return whether a function was translated from a custom tool."""
         return function in self._custom
 
     def item(self, id_: str, call_id: str, function: str, arguments: str, status: str) -> dict[str, Any]:
-        """Return a call as an item."""
         item: dict[str, Any] = {"id": id_, "call_id": call_id, "name": function, "status": status}
         if function in self._inside:
             item["namespace"], item["name"] = self._inside[function]
@@ -148,7 +143,6 @@ class CallItems:
 
 
 def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
-    """Yield the tools, including those in namespaces. Raises ApiError (400)."""
     names: set[str] = set()
     for tool in tools:
         if tool.type not in ("function", "custom", "namespace") or tool.name is None:
@@ -168,7 +162,6 @@ def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
 
 
 def _function(declared: Declared) -> Tool:
-    """Return the function into which a tool is translated."""
     name, tool = declared.function, declared.tool
     if tool.type == "function":
         return Tool(Function(name, tool.description, tool.parameters, tool.strict))
@@ -179,7 +172,6 @@ def _function(declared: Declared) -> Tool:
 
 
 def _choice(choice: str | Chosen | None) -> ToolChoice | None:
-    """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if not isinstance(choice, Chosen):
         found: ToolChoice | None = msgspec.convert(choice, ToolChoice | None)
         return found

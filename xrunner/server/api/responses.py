@@ -119,13 +119,11 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         for field, reason in self.WITHOUT_EFFECT.items():
             if getattr(self, field):
                 refuse(field, reason)
 
     def translated(self) -> Translated:
-        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         instructions = [ChatMessage("system", self.instructions)] if self.instructions else []
         toolbox = Toolbox(self.tools or (), self.tool_choice)
         is_scored = WITH_LOGPROBS in (self.include or ())
@@ -191,7 +189,6 @@ def _content(content: str | list[ContentPart] | None) -> str | Parts:
 
 
 def _texts(parts: str | list[ContentPart]) -> list[str]:
-    """Return the texts of parts. Raises ApiError (400)."""
     if isinstance(parts, str):
         return [parts]
     for part in parts:
@@ -320,13 +317,11 @@ class ResponsesWriter(BlockWriter):
         return {"content": scored_token(report)}
 
     def _is_custom(self, block: AnswerBlock) -> bool:
-        """Return whether a block is a call of a custom tool."""
         return block.call is not None and self._calls.is_custom(block.call.name or "")
 
     def _item(
         self, block: AnswerBlock, text: str | None, status: str, logprobs: msgspec.Raw | None = None
     ) -> dict[str, Any]:
-        """Return a block as an item of the output. If `text` is None, the block has only begun."""
         if block.kind == "call":
             assert block.call is not None
             return self._calls.item(block.id, block.call.id or "", block.call.name or "", text or "", status)
@@ -382,7 +377,6 @@ def _ended(kind: Kind, text: str, *, is_cut: bool) -> str:
 
 
 def _listed(items: bytes | bytearray) -> msgspec.Raw:
-    """Return a JSON list of these items."""
     return msgspec.Raw(b"[" + items + b"]")
 
 

@@ -103,7 +103,6 @@ def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
 
 @lru_cache(maxsize=1 << 16)
 def token_text(codec: TextCodec | None, token: int) -> str:
-    """Return the text that is shown for a single token next to its log probability."""
     return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)
 
 
@@ -180,15 +179,12 @@ class Detokenizer:
         return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
     def flush(self) -> str:
-        """Return the rest of the text when the output ends."""
         return "" if self._codec is None else self._decoded(self._codec)[self._num_given :]
 
     def _decoded(self, codec: TextCodec) -> str:
-        """Return the text of the window. All tokens in the window are shown."""
         return codec.tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
-        """Return the new part of the window's text, except its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
         # Decoders look one token back, so one token before the held or pending tokens is enough context.
         del self._ids[: -max(self._num_pending, 1)]
@@ -243,7 +239,6 @@ class StopStrings:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """Return the rest of the text when the output ends."""
         rest, self._held = self._held, ""
         return rest
 
@@ -286,5 +281,4 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of the names. Messages to clients use this one."""
         return self.names[0]

@@ -72,7 +72,6 @@ class Tokenising:
         """Number of running jobs, by account."""
 
     async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises TooLong."""
         encode = partial(self._encode, text, add_special_tokens)
         return await self.by_turns(account, len(text), encode)
 

@@ -97,11 +97,9 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
 
 
 def told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return functions in the form that templates expect."""
     described: list[dict[str, Any]] = msgspec.to_builtins(tools)
     return described
 
 
 def must_call(choice: ToolChoice) -> bool:
-    """Return whether the output must be a call."""
     return choice == "required" or isinstance(choice, NamedTool)

@@ -24,7 +24,6 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 def new_id(prefix: str) -> str:
-    """Return an id for an answer, or for a part of an answer."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -44,7 +43,6 @@ class Translated:
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the bytes of the data from which the prompt, the grammar and the answer are made."""
         return self.chat.num_text_bytes + self.writer.num_kept_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:

@@ -134,7 +134,6 @@ class Writer(AnswerWriter):
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """Return the writer of a request's answer."""
         usage, continuous = request.include_usage, request.include_continuous_usage
         return cls(request.model, int(time.time()), include_usage=usage, continuous=continuous)
 
@@ -229,7 +228,6 @@ class LogprobsJson:
             written += msgspec.json.encode(item)
 
     def items(self, name: str) -> bytes:
-        """Return the items of a list, without its brackets."""
         return bytes(self._lists.get(name, b"[")[1:])
 
     def render(self) -> bytes:

@@ -19,22 +19,14 @@ from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fa
 from xrunner.grammar import Grammars, json_rule
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.form import OutputForm
-from xrunner.server.api.formats import (
-    ALL_MARKS,
-    DEEPSEEK,
-    HARMONY,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_LIST,
-    QWEN_CODER,
-    Marks,
-    thought_after,
-)
+from xrunner.server.api.formats import ALL_MARKS, Marks, call_formats, thought_after
 from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.text import TextCodec
 from xrunner.server.api.tools import Tool
 
+LLAMA, MISTRAL_LIST = call_formats()["Llama 3.1 and later"], call_formats()["Mistral before tokenizer v11"]
+NAMES = ("Hermes", "Mistral", "DeepSeek V3", "Qwen3-Coder", "gpt-oss")
+HERMES, MISTRAL, DEEPSEEK, QWEN_CODER, HARMONY = (call_formats()[name] for name in NAMES)
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% if open %}<think>
 {% elif closed %}<think>

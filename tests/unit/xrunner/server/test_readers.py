@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xrunner.server.api.calls import types_of
 from xrunner.server.api.form import OutputForm
-from xrunner.server.api.formats import CALL_FORMATS, HARMONY, HERMES, LLAMA, CallFormat, Thought, call_format, marks_of
+from xrunner.server.api.formats import HERMES, Thought, call_format, call_formats, marks_of
 from xrunner.server.api.reader import OutputReader
 from xrunner.server.api.tools import Tool
 
@@ -26,7 +26,8 @@ TOOLS = msgspec.convert(
     ],
     list[Tool],
 )
-FORMATS = {each.families.partition(",")[0]: each for each in (*CALL_FORMATS, HARMONY)}
+FORMATS = call_formats()
+HARMONY = FORMATS["gpt-oss"]
 ROME, OSLO = {"city": "Rome"}, {"city": "Oslo"}
 W = "get_weather"
 JSON_CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
@@ -375,7 +376,7 @@ def test_a_template_says_how_calls_are_written(template: str, expected: str | No
 
 def test_tokens_say_how_calls_are_written_if_the_template_does_not() -> None:
     assert call_format("", {"<|tool_call|>": 7}) is FORMATS["Phi-4-mini"]
-    assert call_format("<tool_call>", {"<|tool_call|>": 7}) is HERMES
+    assert call_format("<tool_call>", {"<|tool_call|>": 7}) is FORMATS[HERMES]
     assert call_format("", {mark: number for number, mark in enumerate(HARMONY.found)}) is HARMONY
 
 
@@ -474,4 +475,4 @@ def test_each_format_knows_its_tokens() -> None:
     }
     mistral, gemma = (FORMATS[name].written_with(added) for name in ("Mistral", "Gemma 4"))
     assert set(mistral.special) == {"[TOOL_CALLS]", "[ARGS]"} and set(gemma.special) == {'<|"|>', "<|tool_call>"}
-    assert isinstance(LLAMA, CallFormat) and mistral.free == frozenset(range(5))
+    assert mistral.free == frozenset(range(5))

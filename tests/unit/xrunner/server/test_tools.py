@@ -19,7 +19,7 @@ from xrunner.grammar import Grammars, json_grammar
 from xrunner.sampling import Sampler
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.form import OutputForm
-from xrunner.server.api.formats import LLAMA
+from xrunner.server.api.formats import call_formats
 from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.response_tools import CallItems, Declared, ResponseTool
 from xrunner.server.api.tools import Tool
@@ -35,7 +35,7 @@ def test_one_that_must_call_keeps_to_the_key_of_its_format() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools, "tool_choice": "required"}
     request = parse_chat(json.dumps(body).encode())
     assert request.grammar is not None and "arguments" in request.grammar
-    request.take_form(OutputForm(LLAMA))
+    request.take_form(OutputForm(call_formats()["Llama 3.1 and later"]))
     assert "parameters" in request.grammar
 
 
