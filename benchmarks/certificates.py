@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.contract.test_claims import Case
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
-from xscheduler.objectives.best_plans import best_by_rate, kinds_of, plan_each
+from xscheduler.objectives.best_plans import best_of_each, corrected, kinds_of, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
@@ -115,7 +116,9 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
 def planned(subject: Problem, kind: str) -> Plan | None:
     """Return the best plan without an estimate of its error, or None if no plan keeps the bounds."""
     try:
-        return best_by_rate(subject, kinds_of(subject, kind))  # type: ignore[arg-type]
+        finish = partial(corrected, problem=subject)
+        kinds = kinds_of(subject, kind)  # type: ignore[arg-type]
+        return next(iter(best_of_each(scheduler(subject), kinds, finish, only_best=True).values())).plan
     except InfeasibleError:
         return None
 

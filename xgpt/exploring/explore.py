@@ -29,9 +29,7 @@ from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
-from xscheduler.objectives.base import BOUNDS
-from xscheduler.objectives.best_plans import kinds_of
+from xscheduler.objectives.best_plans import best_of_each, kinds_of
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.clock import Span
 from xsimulator.run import simulate
@@ -119,24 +117,8 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
     Raises:
         InfeasibleError: no plan keeps the bounds.
     """
-    if not search.problem.constraint.maximises_arrivals:
-        plans = search.best_of_each(kinds)
-        ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
-        return {kind: (plan, None) for kind, plan in ordered}
-    by_search = Arrivals(search)
-    rated = [(kind, *pair) for kind in kinds for pair in by_search.of_kind(kind, 1)]
-    if not rated:
-        search.best_of_each(kinds)  # raises an error with the reason if requests break the bounds even without waiting
-        constraint = search.problem.constraint
-        given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
-        name, asked = next(iter(given)), " and ".join(f"`{name}={bound:g}`" for name, bound in given.items())
-        raise InfeasibleError(
-            f"{name}: no schedule of {', '.join(kinds)} keeps {asked} when requests also wait for admission (by the "
-            f"closed-form estimate); loosen {'a bound' if len(given) > 1 else 'it'}",
-            binding=name,
-        )
-    rated.sort(key=lambda item: -item[2])
-    return {kind: (draft.proven(CLOSED_FORMS), rate) for kind, draft, rate in rated}
+    found = best_of_each(search, kinds, is_closed=True)
+    return {kind: (one.plan, one.closed_rate) for kind, one in found.items()}
 
 
 def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:

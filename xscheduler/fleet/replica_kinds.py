@@ -10,9 +10,9 @@ from xgpt.core.machine import num_cores
 from xgpt.core.schema import ClusterSpec, Pinned, Plan, PlanDraft, Profile, Workload
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
-from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
+from xscheduler.objectives.arrivals import CLOSED_FORMS
 from xscheduler.objectives.base import BOUNDS
-from xscheduler.objectives.best_plans import kinds_of
+from xscheduler.objectives.best_plans import best_of_each, kinds_of
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import weights_loading_s
@@ -66,7 +66,7 @@ def candidates(
         try:
             plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, best_rate)
         except InfeasibleError as error:
-            plan, why = None, error
+            plan, why = None, why if error.binding in BOUNDS else error
         a_device = 0.0 if plan is None else _rate(plan) / plan.devices_per_replica
         if plan is not None and a_device > WORTH * best_rate:
             best_rate = a_device
@@ -94,10 +94,9 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     Args:
         least_a_device: rate per device that plans on fewer devices reach, requests/s.
     """
-    search = scheduler(problem)
-    rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(search).of_kind(kind, 1)]
-    rated.sort(key=lambda pair: -pair[1])
-    if not rated or rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
+    found = best_of_each(scheduler(problem), kinds_of(problem, policy), is_closed=True)
+    rated = [(one.draft, one.closed_rate or 0.0) for one in found.values()]
+    if rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
         return None
     near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
     plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
@@ -14,13 +13,13 @@ from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
 from xscheduler.found import Found
-from xscheduler.objectives.arrivals import Arrivals
-from xscheduler.objectives.base import Objective
+from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
+from xscheduler.objectives.nearest_bound import never_kept_closed
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
 from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
-from xscheduler.schedule import scheduler
+from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
@@ -75,33 +74,61 @@ def found_each(
     if (percent := problem.fixed.get("eta_percent", 50)) >= 100:
         raise InputError("fix", f"eta_percent={percent}", "it must be from 1 to 99")
     kinds = kinds_of(problem, policy)
-    plans = _distinct(objective_of(problem, policy, search, order, progress).settle(kinds))
+    # If any plan sustains the requested rate, the plan with the highest rate does.
+    if problem.constraint.arrival_rate_per_s is not None:
+        problem = problem.under(problem.constraint.but(objective="arrivals"))
+
+    def finish(plan: PlanDraft) -> PlanDraft:
+        return corrected(_admitting(plan, order or "fcfs", problem), problem)
+
+    by = scheduler(problem, search)
+    if policy in TUNED and problem.constraint.maximises_arrivals:  # `auto` includes no tuned policy: tuning is slow
+        plans = TunedArrivals(by, finish, progress, policy, order).settle(kinds)
+    else:
+        plans = _distinct(best_of_each(by, kinds, finish, progress))
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
     return {kind: replace(found, draft=found.draft.but(pinned=pinned)) for kind, found in plans.items()}
 
 
-def objective_of(
-    problem: Problem,
-    policy: PolicyChoice,
-    search: SearchMethod = "branch-and-bound",
-    order: AdmissionOrder | None = None,
+def best_of_each(
+    by: Scheduler,
+    kinds: Sequence[str],
+    finish: Callable[[PlanDraft], PlanDraft] = lambda plan: plan,
     progress: Progress | None = None,
-) -> Objective[Any]:
-    """Return the objective of a problem. See `plan_each`."""
-    # If any plan sustains the requested rate, the plan with the highest rate does.
-    if problem.constraint.arrival_rate_per_s is not None:
-        problem = problem.under(problem.constraint.but(objective="arrivals"))
-    by_search = scheduler(problem, search)
+    *,
+    is_closed: bool = False,
+    only_best: bool = False,
+) -> dict[str, Found]:
+    """Return the best schedule of each policy by the problem's objective, the best of all first. Planner, re-planning,
+    fleet, comparison and page all search through this function.
 
-    def finish(plan: PlanDraft) -> PlanDraft:
-        plan = _admitting(plan, order or "fcfs", problem)
-        return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
+    Args:
+        by: the problem's scheduler (`scheduler`), which can be kept for other bounds.
+        finish: completes a draft before it is simulated. For example, it sets the order of admission.
+        is_closed: whether closed forms decide alone. Nothing is simulated, and no arrival rate has a ceiling.
+        only_best: whether to return only the best of all, without the error of its rate.
 
-    if not problem.constraint.maximises_arrivals:
-        return Saturated(by_search, finish, progress)
-    if policy in TUNED:  # `auto` includes no tuned policy, since tuning is slow
-        return TunedArrivals(by_search, finish, progress, policy, order)
-    return Arrivals(by_search, finish, progress)
+    Raises:
+        InfeasibleError: no schedule keeps the bounds.
+    """
+    constraint = by.problem.constraint
+    if is_closed and not constraint.maximises_arrivals:
+        found = by.found(kinds)
+        return dict(sorted(found.items(), key=lambda item: -item[1].draft.estimate.throughput_rps))
+    if is_closed:
+        closed = Arrivals(by)
+        rated = [
+            (kind, Found(draft, CLOSED_FORMS, closed_rate=rate))
+            for kind in kinds
+            for draft, rate in closed.of_kind(kind, 1)
+        ]
+        if not rated:
+            by.found(kinds)  # raises an error with the reason if requests break the bounds even without waiting
+            raise never_kept_closed(by, kinds)
+        return dict(sorted(rated, key=lambda item: -(item[1].closed_rate or 0.0)))
+    if constraint.maximises_arrivals:
+        return Arrivals(by, finish, progress, only_best=only_best).settle(kinds)
+    return Saturated(by, finish, progress).settle(kinds)
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
@@ -234,31 +261,21 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
     if not kinds:
         return None
     try:
-        if problem.constraint.maximises_arrivals:
-            return best_by_rate(problem, kinds, search)
-        return next(iter(Saturated(scheduler(problem, search)).settle(kinds).values())).plan
+        by, finish = scheduler(problem, search), partial(corrected, problem=problem)
+        return next(iter(best_of_each(by, kinds, finish, only_best=True).values())).plan
     except InfeasibleError:
         return None
 
 
-def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
-    """Return the plan of these policies that has the highest arrival rate. It includes the proof, but no estimate of
-    the rate's error.
-
-    Raises:
-        InfeasibleError: no plan keeps the bounds.
-    """
-    objective = Arrivals(scheduler(problem, search), partial(_with_figures, problem=problem), only_best=True)
-    return next(iter(objective.settle(kinds).values())).plan
-
-
-def _with_figures(plan: PlanDraft, problem: Problem) -> PlanDraft:
-    """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes.
+def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:
+    """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes or the objective
+    has done so.
 
     The later search for the plan's arrival rate uses the throughput at saturation as an upper limit, and to choose the
     number of simulated requests.
     """
-    return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
+    is_simulated = problem.reused is not None or not problem.constraint.maximises_arrivals
+    return plan if is_simulated else with_simulated_figures(plan, problem.profile)
 
 
 def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> PlanDraft:

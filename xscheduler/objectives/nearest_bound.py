@@ -72,6 +72,17 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
     )
 
 
+def never_kept_closed(scheduler: Scheduler, kinds: Sequence[str]) -> InfeasibleError:
+    """Return the error for bounds that no plan keeps in closed form because requests also wait."""
+    constraint = scheduler.problem.constraint
+    given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+    return InfeasibleError(
+        f"{next(iter(given))}: no schedule of {', '.join(kinds)} keeps {' and '.join(_named(given))} when requests "
+        f"also wait for admission (by the closed-form estimate); loosen {'a bound' if len(given) > 1 else 'it'}",
+        binding=next(iter(given)),
+    )
+
+
 class _Nearest(NamedTuple):
     """Bounds that a plan keeps, and their ratio to the next tighter bounds tried. No plan keeps the latter."""
 

@@ -14,7 +14,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Admission, Outcome, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xscheduler.found import Found
-from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.best_plans import best_of_each
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
@@ -219,7 +219,11 @@ class SaturatedJudge(Judge):
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)
         problems = [replace(problem, constraint=constraint) for problem in problems]
-        found = _plans_of(problems, lambda problem: Scheduler(problem).found(kinds).values(), self.situation.unbuilt)
+        found = _plans_of(
+            problems,
+            lambda problem: best_of_each(Scheduler(problem), kinds, is_closed=True).values(),
+            self.situation.unbuilt,
+        )
         best = replaced(self.plan, max(found, key=lambda one: self.rate(one.draft)), in_place=in_place)
         return best.estimating(latency_s=self.ratio_of_others * best.draft.estimate.latency_s)
 
@@ -294,7 +298,8 @@ class ArrivalsJudge(Judge):
 
         def saturated(problem: Problem) -> float:
             with suppress(InfeasibleError):
-                return Scheduler(problem).best(kinds).estimate.throughput_rps
+                best = next(iter(best_of_each(Scheduler(problem), kinds, is_closed=True).values()))
+                return best.draft.estimate.throughput_rps
             return 0.0
 
         problems = promising(self.situation.problems(in_place=in_place), saturated)
@@ -305,8 +310,8 @@ class ArrivalsJudge(Judge):
             return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
 
         def planned(problem: Problem) -> Iterable[Found]:
-            search = Scheduler(replace(problem, constraint=any_rate))
-            return Arrivals(search, admitting, only_best=True).settle(kinds).values()
+            by = Scheduler(problem.under(any_rate))
+            return best_of_each(by, kinds, admitting, only_best=True).values()
 
         found = _plans_of(problems, planned, self.situation.unbuilt)
         return replaced(self.plan, max(found, key=lambda one: rate_of(one.draft)), in_place=in_place)

@@ -14,7 +14,8 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import ArrivalProcess
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives import best_plans, tuning
+from xscheduler.objectives import tuning
+from xscheduler.schedule import scheduler
 from xsimulator.capacity import Trial
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import replay
@@ -68,8 +69,7 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> No
 def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
     """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
     problem = planned(policy="chunked", headroom=None).problem
-    objective = best_plans.objective_of(problem, "slack")
-    assert isinstance(objective, tuning.TunedArrivals)
+    objective = tuning.TunedArrivals(scheduler(problem), lambda plan: plan, None, "slack", None)
     plans = list(objective._under_tighter())
     assert problem.profile.headroom > 0
     assert {(plan.constraint.headroom, plan.constraint.tpot_s) for plan in plans} == {(problem.profile.headroom, 0.02)}
