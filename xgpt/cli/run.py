@@ -48,8 +48,7 @@ def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> No
 def _summary(planned: Planned) -> Iterator[object]:
     """Yield lines and tables on the problem, each policy's plan, and the evidence for the chosen plan."""
     problem, best = planned.problem, planned.best
-    bound_s = best.constraint.latency_bound_s
-    bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"
+    bound = plan_text.bounds_in_words(best.constraint) or "no bounds"
     yield (
         f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.device.name}), workload "
         f"{problem.workload.name}, {bound}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+
+import numpy as np
 
 from xgpt.checkpoints import hub
 from xgpt.comparing.flags import Given
-from xgpt.core.schema import Constraint, Offer, Plan, Profile, Ranged, Recommendation
+from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement, Sized
@@ -15,6 +18,7 @@ from xgpt.deciding.load import CarriedLoad, at_load
 from xgpt.deciding.ranges import ranges_of
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
+from xsimulator.capacity import Trial
 
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
@@ -70,12 +74,13 @@ def recommend(
     more = next((name for name in others if offers[name].needs_xgpt and rate_of(plans[name]) > rate_of(best)), None)
     rest = [name for name in others if name != more and rate_of(plans[name]) > 0]
     chosen = present if action == "keep" and present is not None else first
+    shown = (now, now_profile or profile) if action == "keep" and now is not None else (best, profile)
     return Recommendation(
         action=action,
         model=best.model.name,
         devices=f"{chosen.num_devices} x {best.cluster.device.name}",
         workload=best.workload.name,
-        bounds=bounds_of(best.constraint),
+        bounds=bounds_of(*shown, min(rate_of(shown[0]), inf if load is None else load.rate_per_s)),
         best=chosen,
         now=present,
         gain=gain,
@@ -85,7 +90,7 @@ def recommend(
         runner_up=None if not rest else offers[max(rest, key=lambda name: rate_of(plans[name]))],
         with_more_work=None if more is None else offers[more],
         sizes=tuple(sizes),
-        limit_per_s=None if best.search.gap is None else rate_of(best) * (1 + best.search.gap),
+        limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
         would_change=tuple(_would_change(best, first, gain, load)),
         measurement=_measurement(best, chosen, path),
@@ -123,16 +128,24 @@ def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
     return Gain(unit=unit, now=each[0], then=each[1], factor=factor, worst="" if varied is None else varied.worst)
 
 
-def bounds_of(constraint: Constraint) -> tuple[BoundKept, ...]:
-    """Return the user's bounds."""
+def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKept, ...]:
+    """Return the user's bounds, with the times that a plan reaches at a rate."""
+    constraint = plan.constraint
+    times = Trial(plan, profile).at(rate_per_s) if rate_per_s > 0 and constraint.bounds_latency else None
+    seen = (None,) * 3 if times is None else (times.whole_s, times.ttft_s, times.tpot_s)
     bounds = (
         ("latency", constraint.latency_bound_s, None),
         ("TTFT", constraint.ttft_s, constraint.ttft_quantile),
         ("TPOT", constraint.tpot_s, constraint.tpot_quantile),
     )
     return tuple(
-        BoundKept(name=name, bound_s=bound, quantile=quantile or constraint.quantile)  # type: ignore[arg-type]
-        for name, bound, quantile in bounds
+        BoundKept(
+            name=name,  # type: ignore[arg-type]
+            bound_s=bound,
+            quantile=quantile or constraint.quantile,
+            predicted_s=None if reached is None else float(np.quantile(reached, quantile or constraint.quantile)),
+        )
+        for (name, bound, quantile), reached in zip(bounds, seen, strict=True)
         if bound is not None
     )
 

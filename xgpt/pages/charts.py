@@ -126,6 +126,28 @@ def frontier(
         return _draw(figure, alt, caption)
 
 
+def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float, alt: str, caption: str) -> Chart:
+    """Draw each bounded time as a share of its bound over the arrival rate, with the user's load."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(10, 4)
+        for line, colour in zip(lines, COLOURS, strict=False):
+            axes.plot(line.x, line.y, color=colour, label=line.name, linewidth=1.6, marker="o", markersize=3)
+        axes.axhline(1, color="#b3261e", linewidth=1.2, linestyle="--", label="bound")
+        axes.axvline(most_per_s, color="#6b7785", linewidth=1.2, label=f"kept up to {most_per_s:.3g}/s")
+        if load_per_s is not None:
+            axes.axvline(
+                load_per_s, color="#1b2430", linewidth=1.2, linestyle=":", label=f"your load {load_per_s:.3g}/s"
+            )
+        axes.set_ylim(0, 1.6)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+        axes.set_xlabel("requests/s")
+        axes.set_ylabel("time, of its bound")
+        axes.grid()
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        return _draw(figure, alt, caption)
+
+
 def memory(
     devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
 ) -> Chart:

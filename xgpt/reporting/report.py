@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core.errors import InputError
 from xgpt.core.io import sha256
-from xgpt.core.schema import Constraint, Histogram, Plan, Profile
+from xgpt.core.schema import Constraint, Histogram, Plan, Profile, Recommendation
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
 from xgpt.core.workload import ArrivalProcess
@@ -24,7 +24,6 @@ from xgpt.reporting.plan_text import (
     schedule_in_words,
     settings_text,
 )
-from xscheduler.expression import maximised
 from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
@@ -55,9 +54,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
-    bound = (
-        "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
-    )
+    told = plan.recommendation or recommend({plan.policy.kind: full}, profile)
     slowdown = plan.profile.slowdown
     slowed = "" if slowdown == 1 else f", with all times multiplied by {slowdown:.3g}"
     return render(
@@ -65,11 +62,11 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
         subject=(
             f"{plan.dtype}, {plan.cluster.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
-            f"{bound} at {_ordinal(constraint.quantile)}"
+            f"{words.bounds_in_words(told.bounds) if told.bounds else 'no bounds'}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
-        recommendation=words.lines(plan.recommendation or recommend({plan.policy.kind: full}, profile), 100),
-        cards=_cards(full),
+        recommendation=words.lines(told, 100),
+        cards=_cards(told, full),
         warnings=plan.estimate.warnings,
         figures=_figures(full, measured),
         simulation=(
@@ -80,7 +77,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         ),
         arriving=_arriving(full, profile),
         classes=_classes(full, profile),
-        charts=_charts(plan, profile, spans),
+        charts=_charts(full, profile, spans, told),
+        frontier="Your bounds at each load" if constraint.maximises_arrivals else "Throughput against latency",
         stages=[
             {
                 "lane": stage.lane,
@@ -103,26 +101,29 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     )
 
 
-def _cards(plan: Plan) -> list[dict[str, str]]:
-    e, quantile = plan.estimate, _ordinal(plan.constraint.quantile)
-    cards = [
-        ("requests a second, saturated", f"{e.throughput_rps:.2f}"),
-        ("output tokens a second, saturated", f"{e.output_tokens_per_s:,.0f}"),
-    ]
-    if e.capacity is None or not plan.constraint.maximises_arrivals:
-        cards += [(f"latency, {quantile}", f"{e.latency_s:.2f} s"), ("time to first token", f"{e.ttft_s:.2f} s")]
-    if e.capacity is not None:
-        at_most = [("highest arrival rate, requests/s", f"{e.capacity.rate_per_s:.2f}")]
-        if e.capacity.rate_per_s:
-            at_most.append((f"{quantile} latency from arrival at that rate", f"{e.capacity.whole_s:.2f} s"))
-        cards = at_most + cards
-    if e.cost_per_million_tokens is not None:
-        cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
-    if plan.search.gap is not None:
-        what = "proven upper bound, " + (
-            "arrivals a second" if plan.constraint.maximises_arrivals else "requests a second"
-        )
-        cards.append((what, f"{maximised(plan) * (1 + plan.search.gap):.2f}"))
+def _cards(told: Recommendation, plan: Plan) -> list[dict[str, str]]:
+    best, load = told.best, told.best.at_load
+    cards = [("requests/s within the bounds, at most", f"{best.rate_per_s.value:.3g}")] if told.bounds else []
+    if told.bounds and best.rate_per_s.low is not None and best.rate_per_s.high is not None:
+        cards.append(("likely range of this rate", f"{best.rate_per_s.low:.3g} to {best.rate_per_s.high:.3g}"))
+    at = "at your load" if load is not None else "at that rate"
+    for bound in told.bounds:
+        if bound.predicted_s is not None:
+            label = f"{bound.name}, {_ordinal(bound.quantile)} {at}; bound {words.seconds(bound.bound_s)}"
+            margin = 1 - bound.predicted_s / bound.bound_s
+            cards.append((f"{label}, margin {100 * margin:.0f}%", words.seconds(bound.predicted_s)))
+    if load is not None:
+        cards.append(("your load, requests/s", f"{load.rate_per_s:.3g}"))
+        if load.confidence is not None:
+            cards.append(("holds your load in", words.tenths(load.confidence)))
+    if not told.bounds:
+        cards.append(("requests/s, saturated", f"{plan.estimate.throughput_rps:.3g}"))
+    if best.cost_per_hour is not None:
+        cards.append(("cost of an hour", f"{best.cost_per_hour:.4g}"))
+    if best.cost_per_million_tokens is not None:
+        cards.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
+    if told.limit_per_s is not None:
+        cards.append(("requests/s, proven upper bound", f"{told.limit_per_s:.3g}"))
     return [{"label": label, "value": value} for label, value in cards]
 
 
@@ -215,10 +216,11 @@ def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
     return {"rows": rows, "text": text}
 
 
-def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:
+def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommendation) -> dict[str, Chart]:
+    of_arrivals = plan.constraint.maximises_arrivals and rate_of(plan) > 0
     return {
         "timeline": _timeline(plan, spans),
-        "frontier": _frontier(plan, profile),
+        "frontier": _bounded(plan, profile, told) if of_arrivals else _frontier(plan, profile),
         "memory": _memory(plan),
         "input": _histogram(plan.workload.input, "input tokens"),
         "output": _histogram(plan.workload.output, "output tokens"),
@@ -240,6 +242,42 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
     )
 
 
+RATES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2)
+"""Arrival rates of the chart of bounded times, as shares of the plan's highest rate."""
+
+
+def _bounded(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
+    """Draw the bounded times over the arrival rate, each as a share of its bound."""
+    trial, most = Trial(plan, profile), rate_of(plan)
+    points: dict[str, list[tuple[float, float]]] = {bound.name: [] for bound in told.bounds}
+    for share in RATES:
+        if (times := trial.at(share * most)) is None:
+            break
+        seen = {"latency": times.whole_s, "TTFT": times.ttft_s, "TPOT": times.tpot_s}
+        for bound in told.bounds:
+            reached = float(np.quantile(seen[bound.name], bound.quantile))
+            points[bound.name].append((share * most, reached / bound.bound_s))
+    lines = [
+        charts.Series(
+            f"{bound.name} {_ordinal(bound.quantile)}, of {words.seconds(bound.bound_s)}",
+            *zip(*points[bound.name], strict=True),
+        )
+        for bound in told.bounds
+        if points[bound.name]
+    ]
+    load = told.best.at_load
+    return charts.bounded(
+        lines,
+        None if load is None else load.rate_per_s,
+        most,
+        alt="bounded times of the plan at each arrival rate",
+        caption=(
+            "Your bounded times at each arrival rate, simulated from the predicted step times, each as a share of its "
+            f"bound. The plan leaves a headroom of {100 * plan.constraint.headroom:.0f}%."
+        ),
+    )
+
+
 def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.but(latency_bound_s=None)
     search = scheduler(Problem.of(plan, profile).under(relaxed))
@@ -257,16 +295,15 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
         )
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
-    here, of_arrivals = search.score(plan.policy, Placement.of(plan)).estimate, plan.constraint.maximises_arrivals
+    here = search.score(plan.policy, Placement.of(plan)).estimate
     return charts.frontier(
         lines,
         (here.latency_s, here.throughput_rps),
-        None if of_arrivals else plan.constraint.latency_bound_s,
+        None if plan.constraint.maximises_arrivals else plan.constraint.latency_bound_s,
         alt="highest throughput of each policy against its latency",
         caption=(
             "The highest throughput of each policy at saturation, in closed form, by latency from admission; settings "
             "are on a grid, so a finer search may find slightly more."
-            + (" The plan's bound applies to requests that arrive below saturation." if of_arrivals else "")
         ),
     )
 

@@ -14,9 +14,10 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt import api
 from xgpt.cli.render import plans_table
-from xgpt.core.schema import Capacity, Plan
+from xgpt.core.schema import Capacity, Constraint, Plan
 from xgpt.pages import charts, render
 from xgpt.reporting.report import NUM_REQUESTS, _frontier, report
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.run import simulate
@@ -82,11 +83,9 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
     constraint = plan.constraint.model_copy(update={"sla": "request", "objective": "arrivals"})
     page = page_of(plan.but(constraint=constraint).with_estimate(capacity=kept).proven(plan.ceiling))
     cards = re.findall(r'<div class="value">(.*?)</div><div class="label">(.*?)</div>', page)
-    assert cards[:2] == [
-        ("3.50", "highest arrival rate, requests/s"),
-        ("3.90 s", "p99 latency from arrival at that rate"),
-    ]
-    assert "latency, p99" not in {label for _, label in cards}
+    assert cards[0] == ("3.5", "requests/s within the bounds, at most")
+    assert cards[1][1].startswith("latency, p99 at that rate; bound 4 s, margin ")
+    assert "Your bounds at each load" in page and "saturated" not in {label for _, label in cards}
     assert "  vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
 
 
@@ -148,3 +147,12 @@ def test_a_browser_shows_it_without_complaint(hostile_page: str, tmp_path: Path)
     assert shot.read_bytes().startswith(b"\x89PNG")
     assert shot.stat().st_size > 20_000, "more than an empty page"
     assert paper.read_bytes().startswith(b"%PDF")
+
+
+def test_a_page_shows_the_bounds_that_the_user_gave() -> None:
+    subject = problem("llama-3.1-8b", "h200x1", "orca", None)
+    constraint = Constraint(objective="arrivals", ttft_s=1.0, tpot_s=0.05)
+    plan = plan_each(subject.under(constraint), "orca")["orca"]
+    page = page_of(plan)
+    assert "TTFT within 1 s and TPOT within 50 ms for 99% of requests" in page and "no latency bound" not in page
+    assert "TTFT, p99 at that rate; bound 1 s" in page and "latency, p99" not in page

@@ -44,7 +44,7 @@ class BoundKept(Frozen):
     quantile: float
     """Share of requests that must keep the bound."""
     predicted_s: float | None = None
-    """The quantile of the bounded time at the load for which it was predicted, or None if not known."""
+    """The quantile of the bounded time at the user's load or, without one, at the highest rate. None: not known."""
 
 
 class AtLoad(Frozen):
