@@ -102,7 +102,9 @@ class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=Fals
 
 class FleetKeywords(ProblemFields, BoundFields, Policy, GrowthFields, total=False):
     attain: float | None
-    """Share of the day's requests that must keep the bounds."""
+    """Share of requests that must keep the bounds."""
+    slo_window: Literal["interval", "day"] | None
+    """Whether `attain` holds in each interval, or of the whole day. A day may keep it while its busiest quarter of an hour does not."""
     among: Mapping[str | PathLike[str], float] | None
     """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: int | Mapping[str | PathLike[str], int] | None

@@ -48,6 +48,7 @@ from xgpt.core.schema import (
     Workload,
 )
 from xgpt.core.schema.constraint import Sla
+from xgpt.core.schema.fleet import SloWindow
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
@@ -344,7 +345,10 @@ class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
     trace: Annotated[Path, Option(metavar="FILE", is_required=True)]
     """A day's requests with their times (CSV, JSON lines), or its rates and workloads over hours (YAML)."""
     attain: Annotated[Share, Option(metavar="SHARE")] = 0.99
-    """Share of the day's requests that must keep the bounds."""
+    """Share of requests that must keep the bounds."""
+    slo_window: SloWindow = "interval"
+    """Whether `attain` holds in each interval, or of the whole day. A day may keep it while its busiest quarter of an
+    hour does not."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an
     hour."""

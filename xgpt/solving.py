@@ -320,4 +320,5 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         least_stay_s=request.least_stay_s,
         startup_s=request.startup_s,
         least_replicas=request.least_replicas,
+        slo_window=request.slo_window,
     )

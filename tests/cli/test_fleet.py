@@ -56,6 +56,23 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     assert "leave it out" in xgpt.fails(2, "report", "fleet.json", "--profile", "p.json")
 
 
+def test_bounds_hold_in_each_interval(xgpt: Xgpt, day: Path) -> None:
+    """A fleet kept 99% of a day's requests, and 95% in its worst quarter of an hour."""
+    asked = ("fleet", "--trace", str(day), *ASKED, "--cluster", "h100x8", "--policy", "chunked", "--force")
+    worst = {}
+    for window in ("day", "interval"):
+        ran = xgpt(*asked, "--slo-window", window)
+        assert ran.code == 0, ran.err
+        fleet = load_json(Path("fleet.json"), FleetPlan, "fleet")
+        worst[window] = max(
+            (fleet.constraint.quantile - interval.share_kept) * (interval.rate_per_s * fleet.interval_s) ** 0.5
+            for interval in fleet.intervals
+            if interval.share_kept is not None
+        )
+        assert fleet.slo_window == window and len(Path("fleet.json").read_text()) < 200_000
+    assert worst["interval"] <= 3.1 * (0.99 * 0.01) ** 0.5 and worst["interval"] <= worst["day"]
+
+
 def test_a_trace_is_read_with_its_own_times(xgpt: Xgpt) -> None:
     rng = np.random.default_rng(0)
     times = np.sort(np.concatenate([rng.uniform(0, 600, 600), rng.uniform(600, 1200, 6000)]))

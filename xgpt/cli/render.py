@@ -17,6 +17,7 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
+from xgpt.reporting.fleet import IN_EACH
 from xgpt.reporting.plan_text import bounds_in_words, settings_text
 from xscheduler.expression import maximised
 
@@ -464,7 +465,8 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     """Yield lines and tables on the bounds, the replicas, the day, and the cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     share = f"{100 * constraint.quantile:g}%"
-    kept = f"{share} of the day's requests keep {bounds_in_words(constraint)}"
+    of = "the requests of each interval" if fleet.slo_window == "interval" else "the day's requests"
+    kept = f"{share} of {of} keep {bounds_in_words(constraint)}"
     yield f"{plan.model.name}, {fleet.name}: {kept}"
     yield kinds_table(fleet)
     yield day_table(fleet)
@@ -472,7 +474,7 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     yield (
         f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
-        "requests keep the bounds"
+        f"requests keep the bounds{IN_EACH[fleet.slo_window]}"
     )
     yield (
         f"proof: even a fleet that knew the whole day in advance would cost at most {gap:.2f}% less; if starting and "

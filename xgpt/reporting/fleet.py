@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
 
 
+IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
+"""What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
+
+
 def fleet_report(fleet: FleetPlan) -> str:
     """Return the page as HTML that loads no other files."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
@@ -46,7 +50,8 @@ def fleet_report(fleet: FleetPlan) -> str:
         proof=(
             f"{fleet.num_requests:,} requests simulated; shares count requests that keep the bounds less the "
             f"headroom. Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
-            "enough requests keep the bounds. Even if starts and stops were free and immediate, no fleet would cost "
+            f"enough requests keep the bounds{IN_EACH[fleet.slo_window]}. Even if starts and stops were free "
+            "and immediate, no fleet would cost "
             f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
         ),
     )

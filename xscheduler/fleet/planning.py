@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan
+from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, SloWindow
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.fleet.day_load import Day, Intervals
 from xscheduler.fleet.replica_counts import (
@@ -40,6 +40,12 @@ MOST_TRIED = 10
 """Largest number of load factors that are tried. They grow until enough requests keep the bounds. Then factors between
 the last two are tried.
 """
+MOST_REPAIRED, LOCAL_STEP, MOST_LOCAL = 12, 1.1, 8.0
+"""Largest number of fleets that are tried to keep the bounds in each interval. For each, the load of the intervals that
+break them is raised by steps of this factor until their replicas change, up to the last factor.
+"""
+DEVIATIONS = 3.0
+"""An interval breaks its bounds if its share is lower than required by more than so many standard deviations."""
 NOTHING = 0.01
 """A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
@@ -90,6 +96,7 @@ def plan_day(
     least_stay_s: float = 0.0,
     startup_s: float = 60.0,
     least_replicas: int = 1,
+    slo_window: SloWindow = "interval",
 ) -> FleetPlan:
     """Return the cheapest fleet that keeps the bounds under a day's load.
 
@@ -98,6 +105,7 @@ def plan_day(
         least_stay_s: shortest time for which a started replica runs.
         startup_s: time from ordering a replica until the replica begins to load its weights.
         least_replicas: smallest number of replicas at any time.
+        slo_window: whether the share of requests must keep the bounds in each interval, or of the whole day.
 
     Raises:
         InfeasibleError: no replica keeps the bounds, or there are too few devices for the load.
@@ -121,6 +129,8 @@ def plan_day(
     constraint = found[0].kind.plan.constraint
     factor, solution, times = _settled(model, problem, solution, constraint.quantile, interval_s)
     problem = replace(problem, needs=factor * intervals.peaks)
+    if slo_window == "interval":
+        problem, solution, times = _repaired(model, problem, solution, times, interval_s)
     constant = solve_constant(problem)
     constant_times = model.simulate(constant.replicas, interval_s)
     return FleetPlan(
@@ -131,6 +141,7 @@ def plan_day(
         least_stay_s=least_stay_s,
         least_replicas=least_replicas,
         load_factor=factor,
+        slo_window=slo_window,
         kinds=kinds,
         lengths=intervals.lengths,
         intervals=_intervals(model, solution.replicas, times),
@@ -227,6 +238,48 @@ def _settled(
             binding="quantile",
         )
     return best
+
+
+def _repaired(
+    model: FleetModel, problem: FleetProblem, solution: FleetSolution, times: RequestTimes, interval_s: float
+) -> tuple[FleetProblem, FleetSolution, RequestTimes]:
+    """Return a problem with more load in the intervals whose requests would break the bounds, and its fleet.
+
+    Raises:
+        InfeasibleError: an interval breaks the bounds with any number of replicas that was tried.
+    """
+    needs = problem.needs
+    for _ in range(MOST_REPAIRED):
+        broken, worst = _broken(model, times)
+        if not broken.any():
+            return problem, solution, times
+        before, local = solution.replicas, np.ones(len(needs))
+        while (solution.replicas[broken] == before[broken]).all() and local.max() < MOST_LOCAL:
+            local[broken] *= LOCAL_STEP
+            problem = replace(problem, needs=local * needs)
+            solution = solve_fleet(problem)
+        needs, times = problem.needs, model.simulate(solution.replicas, interval_s)
+    broken, worst = _broken(model, times)
+    if not broken.any():
+        return problem, solution, times
+    raise InfeasibleError(
+        f"attain: only {100 * worst:.2f}% of the requests keep the bounds in the worst interval of the day, even with "
+        f"{(needs / np.maximum(model.intervals.peaks, 1e-9)).max():.2g} times the replicas that its load needs; ask "
+        "for less, give other intervals, or --slo-window day for the share of the whole day",
+        binding="quantile",
+    )
+
+
+def _broken(model: FleetModel, times: RequestTimes) -> tuple[npt.NDArray[np.bool_], float]:
+    """Return which intervals break the bounds by more than chance, and the smallest share of requests that keep them.
+    # [intervals]
+    """
+    index, count = model.intervals.of_requests, len(model.intervals.rates)
+    quantile = model.candidates[0].kind.plan.constraint.quantile
+    arrived = np.maximum(np.bincount(index, minlength=count), 1)
+    shares = 1 - np.bincount(index, ~kept(model, times), count) / arrived
+    broken = shares < quantile - DEVIATIONS * np.sqrt(quantile * (1 - quantile) / arrived)
+    return broken, float(shares[broken].min()) if broken.any() else 1.0
 
 
 def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> float:

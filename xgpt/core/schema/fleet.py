@@ -11,6 +11,8 @@ from xgpt.core.schema.constraint import Constraint
 from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.workload import Workload
 
+SloWindow = Literal["interval", "day"]
+
 
 class ReplicaKind(Frozen):
     """A kind of replica: one plan on some devices."""
@@ -106,6 +108,8 @@ class FleetPlan(Frozen):
     """Factor on the load for which replicas are planned: the smallest one found with which the simulated fleet keeps
     the quantile.
     """
+    slo_window: SloWindow = "day"
+    """Whether the quantile of requests keeps the bounds in each interval, but for chance, or of the whole day."""
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas, in the order of `replicas`."""
     lengths: tuple[Workload, ...] = Field(min_length=1)
