@@ -178,7 +178,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, **fields: Any) -> ChatRequest:
         chat = super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
-        chat.let_fill_context()
+        chat.may_fill_context = True
         return chat
 
     def translated(self) -> Translated:

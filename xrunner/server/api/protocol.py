@@ -9,6 +9,7 @@ before the output is not restricted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from sys import getsizeof
 from typing import Annotated, Any, ClassVar, cast
 
@@ -17,7 +18,7 @@ from msgspec import Meta
 
 from xrunner.generation import SamplingParams
 from xrunner.grammar import ANY_OBJECT, choice_rule, json_rule, regex_rule
-from xrunner.server.api.calls import short_id, types_of
+from xrunner.server.api.calls import Types, short_id, types_of
 from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.reader import OutputReader
@@ -554,12 +555,12 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return []
 
     def check(self) -> None:
+        self._allow_tools()
         super().check()
         _check_parts(self.messages)
         for number, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 refuse("messages", f"messages[{number}] has no content; only messages of the assistant may have none")
-        self._allow_tools()
         self._check_tools()
         if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
             refuse("structured_outputs", "response_format also restricts the output; send one of the two")
@@ -585,8 +586,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return texts + memory_of(self.tools, self.chat_template_kwargs, self.response_format, self.structured_outputs)
 
     def forget_text(self) -> None:
-        kept = {"grammar": self.grammar, "choice": self.chosen_tools, "types": types_of(self.tools or ())}
-        self.__dict__ |= {f"kept_{name}": value for name, value in kept.items()}
+        _ = self.grammar, self.chosen_tools, self.types  # these stay known
         self.messages, self.tools, self.chat_template_kwargs = [], None, None
         self.response_format = self.structured_outputs = None
 
@@ -594,23 +594,21 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def goes_on(self) -> bool:
         return bool(self.continue_final_message)
 
-    @property
+    @cached_property
     def chosen_tools(self) -> ToolChoice:
         """Return which functions may or must be called. If none are declared, none may be called."""
-        if "kept_choice" in self.__dict__:
-            choice: ToolChoice = self.__dict__["kept_choice"]
-            return choice
         if not self.tools:
             return "none"
         return "auto" if self.tool_choice is None else self.tool_choice
 
-    @property
+    @cached_property
     def grammar(self) -> str | None:
-        if "kept_grammar" in self.__dict__:
-            kept: str | None = self.__dict__["kept_grammar"]
-            return kept
-        choice = "none" if "is_free" in self.__dict__ else self.chosen_tools
-        return self.form.grammar(self.tools or (), choice, self.answer_rule)
+        return self.form.grammar(self.tools or (), self.chosen_tools, self.answer_rule)
+
+    @cached_property
+    def types(self) -> dict[str, Types]:
+        """Return the types of the parameters of each function."""
+        return types_of(self.tools or ())
 
     @property
     def answer_rule(self) -> str | None:
@@ -633,31 +631,21 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def is_held(self) -> bool:
         return bool(self.format_field) or self.chosen_tools != "none"
 
-    @property
+    @cached_property
     def may_fill_context(self) -> bool:
-        return "fills_context" in self.__dict__
+        return False
 
-    def let_fill_context(self) -> None:
-        self.__dict__["fills_context"] = True
-
-    def leave_free(self) -> None:
-        self.__dict__["is_free"] = True
-
-    @property
+    @cached_property
     def form(self) -> OutputForm:
-        form: OutputForm = self.__dict__.get("form_of_model", OutputForm())
-        return form
-
-    def take_form(self, form: OutputForm) -> None:
-        self.__dict__["form_of_model"] = form
+        """Return the form of the model's outputs. It is set once the prompt is known."""
+        return OutputForm()
 
     @property
     def shown_tokens(self) -> frozenset[int]:
         return self.form.shown(self.chosen_tools)
 
     def reader(self) -> OutputReader | None:
-        types = self.__dict__.get("kept_types") or types_of(self.tools or ())
-        return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None, types)
+        return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None, self.types)
 
     def _allow_tools(self) -> None:
         choice = self.tool_choice

@@ -210,7 +210,7 @@ class Service:
         info: RequestInfo = http.scope["xgpt"]
         text, tokens = await self._render(info, request)
         if self._codec is not None:
-            request.take_form(self._codec.form.within(self._spec.vocab_size).after(text))
+            request.form = self._codec.form.within(self._spec.vocab_size).after(text)
         await self._check_grammar(info, request)
         checked = check_prompts(request, [tokens], self._model, self._engine, self._limits)
         return self._answer(http, request, checked, writer or ChatWriter.of(request), memory)
@@ -300,7 +300,7 @@ class Service:
             return
         is_strict = any(tool.function.strict for tool in request.tools or ())
         if request.chosen_tools == "auto" and (self._model.grammars is None or not is_strict):
-            request.leave_free()
+            request.grammar = request.form.grammar((), "none", request.answer_rule)
             if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
                 return
         said, part = _first_line(reason), "it"
