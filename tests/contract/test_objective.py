@@ -118,3 +118,12 @@ def test_bounds_with_quantiles_of_their_own_are_each_kept() -> None:
         update={name: bound / (1 + best.constraint.headroom) for name, bound in bounds.items()}
     )
     assert not above.keeps(tight)
+
+
+def test_no_figure_of_a_question_exceeds_a_ceiling_of_it() -> None:
+    question = subject("llama-3.1-8b", "h200x1", "azure-code")
+    question = question.under(Constraint(objective="arrivals", ttft_s=0.5, tpot_s=0.05))
+    plans = [plan for policy in ("auto", "chunked", "orca") for plan in plan_each(question, policy).values()]
+    ceiling, bound = plans[0].ceiling
+    assert ceiling is not None and max(map(rate_of, plans)) <= ceiling
+    assert "in order of arrival and token budgets do not follow slack" in bound

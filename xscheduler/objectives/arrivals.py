@@ -192,8 +192,17 @@ class Arrivals(Objective[PlanDraft]):
             ceiling = Ceiling(None, UNBOUND)
         else:
             most = self._branches.most(rate_of(plan), None if best else kind)
-            ceiling = Ceiling((1 + breach) * most, BOUND + ended)
+            ceiling = Ceiling((1 + breach) * most, BOUND + self._space_in_words(plan) + ended)
         return plan.but(search=effort), ceiling
+
+    def _space_in_words(self, plan: PlanDraft) -> str:
+        """Return the limits of the searched space that other settings of the same question do not have."""
+        constraint, limits = self.scheduler.problem.constraint, []
+        if constraint.ttft_s is not None and plan.admission.order == "fcfs":
+            limits.append("requests are admitted in order of arrival")
+        if constraint.tpot_s is not None:
+            limits.append("token budgets do not follow slack")
+        return f"; in the searched space, {' and '.join(limits)}" if limits else ""
 
     def _say(self, done: int, parts: int, what: str) -> None:
         if self.progress is not None:
