@@ -151,14 +151,12 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees: the powers of two that fit in a node and evenly divide heads and feed-forward
-    blocks.
+    """Return the tensor-parallel degrees: those that fit in a node and evenly divide heads and feed-forward blocks.
 
     If there are fewer key/value heads than devices, several devices hold copies of a head.
     """
     most = cluster.devices_per_node if cluster.intra_node is not None else 1
-    degrees = (2**i for i in range(most.bit_length()))
-    return tuple(t for t in degrees if t <= most and all(_shares_evenly(kind, t) for kind in spec.kinds))
+    return tuple(t for t in range(1, most + 1) if all(_shares_evenly(kind, t) for kind in spec.kinds))
 
 
 def _shares_evenly(kind: Block, t: int) -> bool:

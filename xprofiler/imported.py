@@ -175,7 +175,7 @@ class ImportedLayers:
 
     def all(self) -> Iterator[LayerTimes]:
         """Yield a layer's times for each pair of a tensor-parallel and an expert-parallel degree."""
-        degrees = analytic.tp_degrees(self.spec, self._cluster)
+        degrees = [t for t in analytic.tp_degrees(self.spec, self._cluster) if not t & (t - 1)]  # tables have no others
         if not self._experts:
             for t in degrees:
                 yield self._layer((t, 1))

@@ -87,9 +87,9 @@ def test_every_shipped_model_has_an_analytic_profile(cluster: str) -> None:
 
 
 def test_degrees_share_heads_evenly() -> None:
-    assert of("gpt3-175b", "a40x32").tp_degrees == (1, 2, 4, 8)
-    assert of("opt-13b", "a40x8").tp_degrees == (1, 2, 4, 8)  # 40 heads
-    assert of("opt-125m", "a40x8").tp_degrees == (1, 2, 4)  # 12 heads
+    assert of("gpt3-175b", "a40x32").tp_degrees == (1, 2, 3, 4, 6, 8)  # 96 heads
+    assert of("opt-13b", "a40x8").tp_degrees == (1, 2, 4, 5, 8)  # 40 heads
+    assert of("opt-125m", "a40x8").tp_degrees == (1, 2, 3, 4, 6)  # 12 heads
     assert of("llama-3.1-70b", "h100x8").tp_degrees == (1, 2, 4, 8)
 
 
