@@ -358,10 +358,10 @@ def _allocated(size: float) -> float:
     return size + rest if size >= 10 * MIB and rest <= MIB else size
 
 
-DEVIATES: dict[KvPromise, float] = {"reserve": 1.0, "quantile": 3.09}
+DEVIATES: dict[KvPromise, float] = {"reserve": 0.5, "quantile": 3.09}
 """By how many standard deviations of the blocks in use, beyond their mean, memory must exceed them. Under "reserve", a
-request that does not fit only waits, so requests may be short of blocks 16% of the time, which costs less than 1% of
-them. Under "quantile", a request is preempted, so 0.1%.
+request that does not fit only waits, so blocks may be short 31% of the time, which costs about 1% of throughput. Under
+"quantile", a request is preempted, so 0.1% of the time.
 """
 
 

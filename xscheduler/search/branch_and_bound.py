@@ -223,9 +223,10 @@ class _Search:
         columns = parent.columns(points)
         evaluation = space.evaluate(columns)
         self.predictions += len(points)
-        self._keep_best(space, columns, evaluation)
         if space.between:
             self._sweep_between(space, columns, evaluation)
+        else:
+            self._keep_best(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
         """Predict the fractional batch sizes that points represent. Leave out points that cannot beat the best point or
@@ -247,7 +248,12 @@ class _Search:
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
-        self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))
+        served = parts.feasible * parts.throughput
+        index = int(served.argmax())
+        if served[index] > self.best_throughput:
+            self.best_throughput = float(served[index])
+            settings = space.settings(columns, index // PARTS_OF_A_BATCH)
+            self.best = SearchResult(space, settings, parts.at(index), 0, None, "")
 
     def _bound(self, parent: _Open, boxes: list[Box]) -> None:
         """Predict the corners of boxes in one call, update the incumbent, and add the boxes that may beat it to the
@@ -260,7 +266,8 @@ class _Search:
         evaluation = parent.space.evaluate(columns)
         floor = parent.space.evaluate_floor(columns, evaluation)
         self.predictions += (1 if floor is evaluation else 2) * len(order)
-        self._keep_best(parent.space, columns, evaluation)
+        if not parent.space.between:
+            self._keep_best(parent.space, columns, evaluation)
         if len(order) < len(points):
             where = np.asarray([order[point] for point in points])
             same = floor is evaluation
