@@ -32,8 +32,8 @@ SETUPS = (
 POLICIES = ("rra", "waa", "static", "orca", "chunked")
 NOISE = 0.01
 """A run of `MANY` requests may exceed a stated ceiling by this share by chance."""
-FEW, MANY = 2000, 6000
-TRIED = 4
+FEW, MANY = 1000, 6000
+TRIED = 3
 Plan = dict[str, Any]
 
 
@@ -90,7 +90,7 @@ def drawn(rng: np.random.Generator, folder: Path) -> list[str]:
     """Return the words of a random problem: model, devices, policy, lengths, memory and objective."""
     model, cluster, devices = SETUPS[int(rng.integers(len(SETUPS)))]
     lengths = {}
-    for name, longest in (("input", 1200), ("output", 400)):
+    for name, longest in (("input", 1200), ("output", 160)):
         mean = float(np.exp(rng.uniform(np.log(8), np.log(longest / 2))))
         most = int(min(longest, math.ceil(mean * rng.uniform(1.2, 4))))
         sd = mean * float(rng.uniform(0.1, 1.2))

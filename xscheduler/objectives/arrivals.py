@@ -120,10 +120,11 @@ class Arrivals(Objective[PlanDraft]):
         order = sorted((kind for kind in ranked if ranked[kind]), key=lambda kind: -ranked[kind][0][1])
         found: dict[str, CapacitySearch] = {}
         best: CapacitySearch | None = None
+        if order and self.progress is not None:
+            self.progress(0, len(order), f"{order[0]} keeps {ranked[order[0]][0][1]:.3g} requests/s in closed form")
         for i, kind in enumerate(order):
             started = time.perf_counter()
-            predicted = f"in closed form, {order[0]} keeps {ranked[order[0]][0][1]:.3g} requests/s"
-            self._say(i, len(order), f"{kind}; {predicted}")
+            self._say(i, len(order), kind)
             # A policy that cannot win gets a coarse rate, and only its first plan is simulated.
             hopeless = best is not None and ranked[kind][0][1] < BEHIND * best.rate
             plans = ranked[kind][: 1 if hopeless else MOST_TRIED]
