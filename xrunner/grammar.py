@@ -59,17 +59,19 @@ element: value WS?
 STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 WS: /[ \t\r\n]{1,64}/
+GAP: /[ \t\r\n]{1,8}/
 
 %llguidance {"no_forcing": true}
 """
-"""The end of each grammar: JSON without a schema, and white space, which is bounded, so that no output is endless.
+"""The end of each grammar: JSON without a schema, and white space, which is bounded: some models otherwise write it
+until their limit. Where a model is free (WS), it may indent deeply.
 
 No earlier line can undo `no_forcing`. Without it, llguidance computes after each token how much of the following text
 is certain, and allows only the usual tokens of that text. A model prefers these tokens anyway. For a constant of 60,000
 characters, the computation adds 6 to 15 ms to every step. Source of the JSON: RFC 8259.
 """
 OPTIONS = {
-    "x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,64}", "json_allow_general_unicode_escapes": True},
+    "x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,8}", "json_allow_general_unicode_escapes": True},
 }
 
 
@@ -112,10 +114,10 @@ def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool
         else f" & ~/(.|\\n)*{re.escape(json.loads(end)).replace('/', chr(92) + '/')}(.|\\n)*/"
     )
     ended = f"last: THOUGHT {end}" if end.startswith("<[") else f"last[lazy]: THOUGHT {end}"
-    begun = ("" if is_open else f"WS? {begin} ") + (f"(THOUGHT <[{free}]>)* " if free else "")
+    begun = ("" if is_open else f"GAP? {begin} ") + (f"(THOUGHT <[{free}]>)* " if free else "")
     optional = "" if is_open else " | answer"
     cut = f" | {begun}THOUGHT" if may_lack_end else ""
-    return f"start: {begun}last WS? answer{optional}{cut}\n{answer}{ended}\nTHOUGHT: /(.|\\n)*/{unended}\n"
+    return f"start: {begun}last GAP? answer{optional}{cut}\n{answer}{ended}\nTHOUGHT: /(.|\\n)*/{unended}\n"
 
 
 def ranges(tokens: Collection[int]) -> str:

@@ -44,7 +44,7 @@ client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 async def run(model: OpenAIChatCompletionsModel | OpenAIResponsesModel) -> None:
-    settings = ModelSettings(tool_choice="required", max_tokens=100)
+    settings = ModelSettings(tool_choice="required", max_tokens=400)
     agent = Agent(
         name="assistant",
         instructions="Answer.",

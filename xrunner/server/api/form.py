@@ -150,9 +150,9 @@ class OutputForm:
         """
         head = opening.head.replace("%n", name) if opening.is_object else opening.filled(name)
         parts = re.findall(r'%[_-]|"[^"]*"|[^"%]', head) if opening.is_object else [head]
-        before = " ".join("WS?" if part in ("%_", "%-") else self.terms(part) for part in parts)
-        close = 'WS? "}"' if opening.is_object else f"WS? {self.terms(opening.close)}" if opening.close else ""
-        return f"{before} WS? {json_rule(schema)} {close}"
+        before = " ".join("GAP?" if part in ("%_", "%-") else self.terms(part) for part in parts)
+        close = 'GAP? "}"' if opening.is_object else f"GAP? {self.terms(opening.close)}" if opening.close else ""
+        return f"{before} GAP? {json_rule(schema)} {close}"
 
     def _only(self, schemas: Schemas) -> str:
         """Return the rule `calls` for calls with their marks."""
@@ -160,12 +160,12 @@ class OutputForm:
         opening = next((each for each in calls.openings if each.has_json), OBJECTS[0])
         called = " | ".join(self._called(opening, *each) for each in schemas.items())
         begin = self.terms(calls.begins[0]) if calls.begins else ""
-        ends = f"WS? {self.terms(calls.ends[0])}" if calls.begins and calls.ends else ""
+        ends = f"GAP? {self.terms(calls.ends[0])}" if calls.begins and calls.ends else ""
         if calls.is_list:
-            return f'calls: {begin} WS? "[" WS? one_call ("," WS? one_call)* "]" {ends}\none_call: ({called}) WS?\n'
+            return f'calls: {begin} GAP? "[" GAP? one_call ("," GAP? one_call)* "]" {ends}\none_call: ({called}) GAP?\n'
         if not calls.ends and begin:  # each call has the mark
             return f"calls: one_call+\none_call: {begin} ({called})\n"
-        return f"calls: one_call (WS? one_call)*\none_call: {begin} WS? ({called}) {ends}\n"
+        return f"calls: one_call (GAP? one_call)*\none_call: {begin} GAP? ({called}) {ends}\n"
 
     def _free(self, schemas: Schemas) -> str:
         """Return the rule `answer` for text with calls in it, or "" if there is no call whose frame can be held.
