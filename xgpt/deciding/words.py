@@ -116,6 +116,32 @@ def seconds(value: float) -> str:
     return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
 
 
+def cards(found: Recommendation) -> list[dict[str, str]]:
+    """Return what a page shows first, as values with labels: the user's bounds with their margins, load and cost."""
+    best, load = found.best, found.best.at_load
+    rate = best.rate_per_s
+    shown = [("requests/s" + (" within the bounds, at most" if found.bounds else ", saturated"), f"{rate.value:.3g}")]
+    if rate.low is not None and rate.high is not None:
+        shown.append(("likely range of this rate", f"{rate.low:.3g} to {rate.high:.3g}"))
+    at = "at that rate" if load is None else "at your load"
+    for bound in found.bounds:
+        if bound.predicted_s is not None:
+            margin = f"margin {100 * (1 - bound.predicted_s / bound.bound_s):.0f}%"
+            label = f"{bound.name}, p{100 * bound.quantile:g} {at}; bound {seconds(bound.bound_s)}, {margin}"
+            shown.append((label, seconds(bound.predicted_s)))
+    if load is not None:
+        shown.append(("your load, requests/s", f"{load.rate_per_s:.3g}"))
+        if load.confidence is not None:
+            shown.append(("holds your load in", tenths(load.confidence)))
+    if best.cost_per_hour is not None:
+        shown.append(("cost of an hour", f"{best.cost_per_hour:.4g}"))
+    if best.cost_per_million_tokens is not None:
+        shown.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
+    if found.limit_per_s is not None:
+        shown.append(("requests/s, proven upper bound", f"{found.limit_per_s:.3g}"))
+    return [{"label": label, "value": value} for label, value in shown]
+
+
 def tenths(share: float) -> str:
     """Return a probability as in "9 of 10 cases". It never says certain."""
     if share >= 0.985:

@@ -222,6 +222,7 @@ def settled(planned: Planned) -> Part:
         **outline_of(best),
         "words": [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"],
         "said": words.lines(planned.recommendation),
+        "cards": words.cards(planned.recommendation),
         "plan": dump_json(best),
     }
 

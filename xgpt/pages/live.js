@@ -102,6 +102,8 @@ function show(live) {
   byId("latency-caption").textContent = `Latency p99 from ${plan.counts_from}, s; red: the bound.`;
   byId("kept").textContent = now.share_kept === null ? "-" : `${(100 * now.share_kept).toFixed(1)}%`;
   byId("kept").className = now.share_kept !== null && now.share_kept < plan.quantile ? "value bad" : "value";
+  byId("causes").textContent = live.causes.join(" ");
+  byId("causes").hidden = !live.causes.length;
   byId("batch").textContent = `${now.running} (${now.waiting})`;
   byId("kv").textContent = `${(100 * now.kv_share).toFixed(1)}%`;
   byId("ratio").textContent = number(now.step_ratio);

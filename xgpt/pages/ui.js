@@ -85,7 +85,13 @@ function plans(part) {
   const best = part.rows[0], arrivals = valueOf("objective") === "arrivals";
   byId("schedule").textContent = part.schedule;
   byId("said").textContent = (part.said || []).join("\n");
-  byId("said").hidden = !part.said;
+  byId("said").hidden = byId("told").hidden = !part.said;
+  byId("closed").hidden = !!part.said;
+  byId("told").replaceChildren(...(part.cards || []).map(({label, value}) => {
+    const card = Object.assign(document.createElement("div"), {className: "card"});
+    card.append(...[["value", value], ["label", label]].map(([className, textContent]) => Object.assign(document.createElement("div"), {className, textContent})));
+    return card;
+  }));
   byId("rate").textContent = number(best.rate_per_s);
   byId("rate-label").textContent = `arrivals a second at most${best.rate_per_s === null ? "" : part.settled ? ", simulated" : ", closed form"}`;
   byId("throughput").textContent = number(best.throughput_rps);
@@ -104,6 +110,7 @@ function plans(part) {
 
 function infeasible(part) {
   trouble(part.reason);
+  byId("said").hidden = byId("told").hidden = true;
   for (const id of ["rate", "throughput", "latency", "first", "cost"]) byId(id).textContent = "-";
   for (const id of ["policies", "looser"]) rows(id, []);
   byId("words").replaceChildren();

@@ -66,7 +66,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
         recommendation=words.lines(told, 100),
-        cards=_cards(told, full),
+        cards=words.cards(told),
         warnings=plan.estimate.warnings,
         figures=_figures(full, measured),
         simulation=(
@@ -101,32 +101,6 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     )
 
 
-def _cards(told: Recommendation, plan: Plan) -> list[dict[str, str]]:
-    best, load = told.best, told.best.at_load
-    cards = [("requests/s within the bounds, at most", f"{best.rate_per_s.value:.3g}")] if told.bounds else []
-    if told.bounds and best.rate_per_s.low is not None and best.rate_per_s.high is not None:
-        cards.append(("likely range of this rate", f"{best.rate_per_s.low:.3g} to {best.rate_per_s.high:.3g}"))
-    at = "at your load" if load is not None else "at that rate"
-    for bound in told.bounds:
-        if bound.predicted_s is not None:
-            label = f"{bound.name}, {_ordinal(bound.quantile)} {at}; bound {words.seconds(bound.bound_s)}"
-            margin = 1 - bound.predicted_s / bound.bound_s
-            cards.append((f"{label}, margin {100 * margin:.0f}%", words.seconds(bound.predicted_s)))
-    if load is not None:
-        cards.append(("your load, requests/s", f"{load.rate_per_s:.3g}"))
-        if load.confidence is not None:
-            cards.append(("holds your load in", words.tenths(load.confidence)))
-    if not told.bounds:
-        cards.append(("requests/s, saturated", f"{plan.estimate.throughput_rps:.3g}"))
-    if best.cost_per_hour is not None:
-        cards.append(("cost of an hour", f"{best.cost_per_hour:.4g}"))
-    if best.cost_per_million_tokens is not None:
-        cards.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
-    if told.limit_per_s is not None:
-        cards.append(("requests/s, proven upper bound", f"{told.limit_per_s:.3g}"))
-    return [{"label": label, "value": value} for label, value in cards]
-
-
 def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     e, c = plan.estimate, plan.constraint
     # Bounds on arriving requests do not apply at saturation.
@@ -148,21 +122,20 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
             "bound": text(bound),
         }
 
+    when = "saturated: " if c.maximises_arrivals else ""
     rows = [
-        row(
-            "throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s, "throughput_rps"
-        ),
-        row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
-        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s, "latency_s"),
-        row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
-        row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
-        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s, field="itl_p99_s"),
+        row(f"{when}requests/s", e.throughput_rps, measured.throughput_rps, field="throughput_rps"),
+        row(f"{when}output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
+        row(f"{when}latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s, "latency_s"),
+        row(f"{when}time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
+        row(f"{when}time per output token, s", e.tpot_s, None, bounds.tpot_s),
+        row(f"{when}inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s, field="itl_p99_s"),
     ]
     found = e.capacity
     if found is not None:
         name = f"{_ordinal(c.quantile)} latency from arrival at that rate, s"
         rows[:0] = [
-            row("highest arrival rate, requests/s", found.rate_per_s, None, c.arrival_rate_per_s, "rate_per_s"),
+            row("highest arrival rate, requests/s", found.rate_per_s, None, None, "rate_per_s"),
             row(name, found.whole_s if found.rate_per_s else None, None, c.latency_bound_s),
         ]
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.schema import Histogram
+from xgpt.core.schema import Histogram, Observation, Plan
 from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.metrics import Metrics
@@ -88,6 +88,7 @@ class Live:
             "is_redeploying": self._engine.is_emptying,
             "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
             "now": self._figures(),
+            "causes": causes_of(plan, self._watch.step_ratio, observation),
             "samples": list(self._samples),
             "lengths": {
                 "input": _bins(plan.workload.input, observed_input),
@@ -107,6 +108,31 @@ class Live:
             "kv_share": pool.room.reserved_blocks / pool.limits.kv_blocks,
             "step_ratio": self._watch.step_ratio,
         }
+
+
+FAR = 1.2
+"""Factor from which observed lengths count as a cause of broken bounds."""
+
+
+def causes_of(plan: Plan, step_ratio: float | None, observation: Observation | None) -> list[str]:
+    """Return why a plan may break its bounds now, in sentences, the cause with the largest effect first."""
+    found: list[tuple[float, str]] = []
+    if step_ratio is not None and step_ratio > 1 + max(plan.constraint.headroom, 0.05):
+        found.append((step_ratio, f"This machine is {step_ratio:.2f} times slower than when it was profiled."))
+    capacity = plan.estimate.capacity
+    if observation is not None and capacity is not None and (rate := observation.arrival_rate_per_s) is not None:
+        most = capacity.rate_per_s
+        if rate > most > 0:
+            text = f"{rate:.3g} requests arrive a second; the plan keeps its bounds up to {most:.3g}."
+            found.append((rate / most, text))
+    if observation is not None:
+        for name, mean, planned in (
+            ("Prompts", observation.recent_input_mean or observation.workload.input.mean, plan.workload.input.mean),
+            ("Outputs", observation.recent_output_mean or observation.workload.output.mean, plan.workload.output.mean),
+        ):
+            if mean > FAR * planned:
+                found.append((mean / planned, f"{name} are {mean / planned:.2f} times as long as planned."))
+    return [text for _, text in sorted(found, reverse=True)]
 
 
 def _bins(planned: Histogram, observed: Histogram | None) -> dict[str, list[float] | None]:
