@@ -205,3 +205,12 @@ def test_a_model_that_does_not_fit_on_this_machine_is_refused_before_it_is_measu
     ran = xgpt("plan", "--model", "gpt3-341b", "--workload", "orca", "--latency-bound", "15")
     assert ran.code == 1 and "the weights of gpt3-341b in float32 are" in ran.err
     assert "give the --cluster to plan for" in " ".join(ran.err.split())
+
+
+def test_replan_says_its_decision_first(xgpt: Xgpt, plan: Path) -> None:
+    Path("today.csv").write_text("input,output\n" + "128,128\n" * 200)
+    lines = xgpt("replan", str(plan), "--lengths", "today.csv").out.splitlines()
+    assert lines[0].startswith(("Keep what runs now: ", "Change to ")) and len(lines) <= 8
+    assert max(map(len, lines)) <= 80 and "For 200 observed requests: 128 input and 128 output tokens" in " ".join(
+        lines
+    )

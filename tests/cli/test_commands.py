@@ -227,7 +227,7 @@ def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
         seen.generated = 100
         watch.end(seen, Ended(seen.generated, 0.1, 0.05, 0.1, None))
     with running(fake_app(fake_engine(FakeExecutor()), watch)) as url:
-        ran = xgpt("replan", "plan.json", "--lengths", url, "-o", "now.json")
+        ran = xgpt("replan", "plan.json", "--lengths", url, "-o", "now.json", "--explain")
         same = xgpt("replan", "later.json", "--lengths", url, "--json")
     assert ran.code == same.code == 0, (ran, same)
     assert ran.out.count("judged: the plan that the server runs now, which differs from plan.json (") == 1
@@ -236,7 +236,7 @@ def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
     assert judged["action"] in ran.out
     assert judged["action"] != "keep" or load_json(Path("now.json"), Plan, "plan") == running_plan
     Path("today.csv").write_text("input,output\n" + "128,128\n" * 200)
-    freed = xgpt("replan", "later.json", "--lengths", "today.csv", "--replan-policies", "all")
+    freed = xgpt("replan", "later.json", "--lengths", "today.csv", "--replan-policies", "all", "--explain")
     assert freed.code == 0 and "judged" not in freed.out
 
 

@@ -189,6 +189,7 @@ def calibrate() -> None:
 @options.command("replan")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @output_option("Where to write the plan that should run from now on, even if it is the same.")
+@explain_option
 @json_option
 def replan() -> None:
     """Compare a plan with the best plan for other lengths, and decide whether to change the plan.

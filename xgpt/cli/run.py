@@ -265,7 +265,7 @@ def calibrate(
         render.show(*render.calibrated_tables(found.output))
 
 
-def replan(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any) -> None:
+def replan(plan_path: str, output: str | None, force: bool, as_json: bool, explain: bool, **_: Any) -> None:
     """Decide whether another plan should run, and print the decision."""
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
@@ -276,11 +276,14 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, **_: 
     if as_json:
         click.echo(dump_json(found.decision), nl=False)
     else:
-        notes = render.decision_notes(found.decision, found.observation)
+        click.echo("\n".join(words.decision_lines(found.decision)))
+        notes = render.decision_notes(found.decision, found.observation) if explain else []
         if found.judged.deployed(pinned=given.pinned) != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")
-        render.show(render.decision_table(found.decision), *notes)
+        render.show(*([render.decision_table(found.decision)] if explain else []), *notes)
+        if not explain:
+            click.echo("Figures of both plans, distances of lengths: --explain.")
 
 
 def report(plan_path: str, output: str, force: bool, **_: Any) -> None:

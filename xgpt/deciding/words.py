@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 
-from xgpt.core.schema import Offer, Ranged, Recommendation
+from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
 from xgpt.core.schema.recommendation import AtLoad, BoundKept
 
 WIDTH = 80
@@ -73,6 +73,31 @@ def _reasons(found: Recommendation) -> Iterator[str]:
         yield f"Would change it: {'; '.join(found.would_change[:2])}."
     for warning in found.warnings[:1]:
         yield f"Warning: {warning}"
+
+
+def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
+    """Return the lines on a judgement of a running plan: keep it or change to which, the gain, and for which load."""
+    best = decision.best
+    if decision.action == "keep" or best is None:
+        said = [f"Keep what runs now: {decision.reason}."]
+    else:
+        names = ", ".join(f"{each.name} {getattr(best.policy, each.name)}" for each in best.policy.variables)
+        pause = f", which pauses requests for {decision.pause_s:.2g} s" if decision.pause_s else ""
+        said = [f"Change to {best.policy.kind} ({names}){pause}: {decision.reason}."]
+    if best is not None:
+        start = "The best plan's gain" if decision.action == "keep" else "Gain"
+        rates = [each.arrival_rate_per_s or each.throughput_rps for each in (decision.running, best)]
+        if rates[0] > 0:
+            of = f"{rates[1]:.3g} against {rates[0]:.3g} requests/s"
+            said.append(f"{start}: {1 + decision.gain:.2f} times ({of}).")
+        else:
+            said.append(f"{start}: {rates[1]:.3g} requests/s, where what runs now keeps the bounds at no rate.")
+    load = "" if decision.arrival_rate_per_s is None else f", {decision.arrival_rate_per_s:.3g} requests/s"
+    lengths = f"{decision.input_mean:.0f} input and {decision.output_mean:.0f} output tokens on average"
+    said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{load}.")
+    if decision.slowdown != 1:
+        said.append(f"Steps take {decision.slowdown:.2f} times as long as in the profile.")
+    return [line for text in said for line in _wrapped(text, width)]
 
 
 def _in_short(offer: Offer) -> str:

@@ -223,8 +223,19 @@ def settled(planned: Planned) -> Part:
         "words": [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"],
         "said": words.lines(planned.recommendation),
         "cards": words.cards(planned.recommendation),
+        "bounded": _bounded(planned),
         "plan": dump_json(best),
     }
+
+
+def _bounded(planned: Planned) -> str:
+    """Return the chart of the bounded times over the load as a data URL, or "" if no arrival rate is bounded."""
+    from xgpt.reporting.report import bounded_chart  # matplotlib takes a while to import
+
+    best = planned.best
+    if not best.constraint.maximises_arrivals or not rate_of(best):
+        return ""
+    return bounded_chart(best, planned.problem.profile, planned.recommendation).source
 
 
 def refusal(error: Exception) -> Part:

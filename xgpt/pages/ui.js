@@ -87,6 +87,8 @@ function plans(part) {
   byId("said").textContent = (part.said || []).join("\n");
   byId("said").hidden = byId("told").hidden = !part.said;
   byId("closed").hidden = !!part.said;
+  byId("bounded").hidden = !part.bounded;
+  if (part.bounded) byId("bounded-image").src = part.bounded;
   byId("told").replaceChildren(...(part.cards || []).map(({label, value}) => {
     const card = Object.assign(document.createElement("div"), {className: "card"});
     card.append(...[["value", value], ["label", label]].map(([className, textContent]) => Object.assign(document.createElement("div"), {className, textContent})));
@@ -110,7 +112,7 @@ function plans(part) {
 
 function infeasible(part) {
   trouble(part.reason);
-  byId("said").hidden = byId("told").hidden = true;
+  byId("said").hidden = byId("told").hidden = byId("bounded").hidden = true;
   for (const id of ["rate", "throughput", "latency", "first", "cost"]) byId(id).textContent = "-";
   for (const id of ["policies", "looser"]) rows(id, []);
   byId("words").replaceChildren();

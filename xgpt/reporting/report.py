@@ -193,7 +193,7 @@ def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommen
     of_arrivals = plan.constraint.maximises_arrivals and rate_of(plan) > 0
     return {
         "timeline": _timeline(plan, spans),
-        "frontier": _bounded(plan, profile, told) if of_arrivals else _frontier(plan, profile),
+        "frontier": bounded_chart(plan, profile, told) if of_arrivals else _frontier(plan, profile),
         "memory": _memory(plan),
         "input": _histogram(plan.workload.input, "input tokens"),
         "output": _histogram(plan.workload.output, "output tokens"),
@@ -219,7 +219,7 @@ RATES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2)
 """Arrival rates of the chart of bounded times, as shares of the plan's highest rate."""
 
 
-def _bounded(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
+def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
     """Draw the bounded times over the arrival rate, each as a share of its bound."""
     trial, most = Trial(plan, profile), rate_of(plan)
     points: dict[str, list[tuple[float, float]]] = {bound.name: [] for bound in told.bounds}

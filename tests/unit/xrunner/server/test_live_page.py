@@ -12,7 +12,8 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from tests.unit.xrunner.server.test_watch import FakePlanner, ask
-from xgpt.core.schema import Decision
+from xgpt.core.schema import Decision, Histogram, Observation
+from xrunner.server.observe.live import causes_of
 from xrunner.server.observe.watch import Watch
 
 BOUND = {"latency_bound_s": 9.8, "objective": "arrivals"}
@@ -96,3 +97,14 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
         page.run("document.getElementById('would').click()")
         page.wait("document.getElementById('decision').textContent === 'keep: <b>because</b>'")
         assert page.complaints == []
+
+
+def test_causes_of_broken_bounds_are_said_the_largest_first() -> None:
+    plan = fake_plan()
+    lengths = plan.workload.but(output=Histogram(lengths=(2 * round(plan.workload.output.mean),), probabilities=(1.0,)))
+    seen = Observation(workload=lengths, num_requests=9, num_finished=9, weight=9, input_distance=0, output_distance=9)
+    assert causes_of(plan, 1.01, None) == []
+    slow, longer = "This machine is 1.75 times slower than when it was profiled.", "Outputs are "
+    assert causes_of(plan, 1.75, None) == [slow]
+    both = causes_of(plan, 1.75, seen)
+    assert both[0].startswith(longer) and both[1] == slow
