@@ -217,6 +217,7 @@ def main(wheels: tuple[Path, ...], sglang: Path, trt: tuple[Path, str] | None) -
         "vllm": (version.findall(wheels[0].name)[0], newest),
         "vllm, earlier": (", ".join(version.findall(wheel.name)[0] for wheel in wheels[1:]), earlier),
         "sglang": (version.findall(sglang.name)[0], of_sglang(sglang)),
+        "sglang, earlier": _kept("sglang, earlier"),
         "tensorrt-llm": _kept("tensorrt-llm")
         if trt is None
         else (trt[1], click_flags(ast.parse(trt[0].read_text()), "serve")),

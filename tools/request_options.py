@@ -71,7 +71,7 @@ def _field(name: str, field: FieldInfo, text: str, group: str) -> dict[str, Any]
         "unset": option.unset,
         "names": option.names,
         "is_required": option.is_required,
-        "is_repeatable": _is_repeatable(field.annotation) or option.kind in ("held", "of_class"),
+        "is_repeatable": _is_repeatable(field.annotation) or option.kind in ("assigned", "held", "of_class"),
     }
 
 

@@ -288,7 +288,9 @@ def compare(
     given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
     request = request_of(CompareRequest, given)
     load = Load(request.num_requests) if request.measure else None
-    return comparing.compare(as_plan_request(request), request.current, load, request.seed, progress, on_start)
+    return comparing.compare(
+        as_plan_request(request), request.current, request.variables, load, request.seed, progress, on_start
+    )
 
 
 @_takes(ProfileRequest)

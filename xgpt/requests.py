@@ -325,6 +325,8 @@ class CompareRequest(ProblemRequest):
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
     """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a
     docker run, Compose file, pod manifest or Helm values with such a command."""
+    variables: Annotated[dict[str, str], Option("--set", "NAME=VALUE", kind="assigned")] = Field(default_factory=dict)
+    """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
     measure: bool = False
     """Also run each plan on this machine, and show measured beside predicted figures."""
     num_requests: Annotated[PositiveInt, Option("--requests")] = 300

@@ -116,7 +116,7 @@ def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
         text += f"  [default: {fields_as_options(field['unset'], flags)}]"
     if field["is_repeatable"]:
         settings |= {"multiple": True, "default": None}
-    if field["type"]["kind"] == "held":
+    if field["type"]["kind"] in ("held", "assigned"):
         settings["callback"] = lambda context, option, pairs: dict(pairs)
     if field["name"] == "latency_bound_s":
         settings["callback"] = _is_bounded

@@ -164,6 +164,14 @@ def held(value: str) -> tuple[str, int]:
     return name, number
 
 
+def assigned(value: str) -> tuple[str, str]:
+    """Return the variable and its value, given as NAME=VALUE."""
+    name, equals, text = value.partition("=")
+    if not equals or not name.isidentifier():
+        raise InputError("--set", value, "write NAME=VALUE")
+    return name, text
+
+
 def acceptance(value: str) -> float | tuple[float, ...] | str:
     """Return the acceptance of drafts, given as SHARE, as SHARE,SHARE or as the name of a file.
     `PlanRequest.acceptance` states what these mean.
@@ -177,6 +185,7 @@ def acceptance(value: str) -> float | tuple[float, ...] | str:
 
 KINDS: dict[str, click.ParamType | Callable[[str], object]] = {
     "acceptance": acceptance,
+    "assigned": assigned,
     "bound": Seconds(allow_inf=True),
     "counts": devices_of_each,
     "devices": devices,

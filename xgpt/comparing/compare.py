@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
@@ -15,7 +15,7 @@ from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import ranges
 from xgpt.comparing.current import CurrentEngine, planned_with
 from xgpt.comparing.flags import VARIABLE, Given
-from xgpt.comparing.launched import read_current
+from xgpt.comparing.launched import NONE_SET, read_current
 from xgpt.comparing.own_times import why_late
 from xgpt.comparing.scoring import engine_name, has_types, kept_options, memory_note, runs_in, score_current, types_of
 from xgpt.core.errors import InfeasibleError, InputError
@@ -99,6 +99,7 @@ class Compared:
 def compare(
     request: PlanRequest,
     current: str | None = None,
+    variables: Mapping[str, str] = NONE_SET,
     measured: Load | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -110,6 +111,7 @@ def compare(
     Args:
         current: the command that starts the current deployment, or a Compose file, pod or Helm values with this
             command.
+        variables: values of shell variables that the command does not set.
         measured: the load with which each plan is measured. None means that no plan is measured.
         seed: seed of the requests in `measured`.
 
@@ -122,11 +124,13 @@ def compare(
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if measured is not None and not cluster.is_local:
         raise InputError("measure", cluster.name, "only plans for this machine (`cluster=local`) can be measured")
+    if variables and current is None:
+        raise InputError("variables", ", ".join(variables), "they need `current`")
     if current is None:
         planned = solve(request, progress)
         found = Compared(planned, planned.recommendation)
     else:
-        found = _with_current(request, current, cluster, progress)
+        found = _with_current(request, current, variables, cluster, progress)
     if measured is not None:
         rng = np.random.default_rng(seed)
         found = replace(
@@ -135,8 +139,14 @@ def compare(
     return found
 
 
-def _with_current(request: PlanRequest, current: str, cluster: ClusterSpec, progress: Progress | None) -> Compared:
-    running = read_current(current, cluster)
+def _with_current(
+    request: PlanRequest,
+    current: str,
+    variables: Mapping[str, str],
+    cluster: ClusterSpec,
+    progress: Progress | None,
+) -> Compared:
+    running = read_current(current, cluster, variables)
     notes = running.notes
     if running.model is None and not {"model", "config"} & request.model_fields_set:
         raise InputError("current", current, "it names no model: add it to the command, or give `model`")

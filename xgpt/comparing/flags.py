@@ -28,7 +28,7 @@ DRAFTS = "xgpt does not score its effect on drafts"
 TRANSFER = "xgpt does not score the transfer of K/V between engines"
 SCHEDULE = "it changes the batching of requests in a way that xgpt does not score"
 CAPTURED = "xgpt has step times only for captured CUDA graphs"
-VARIABLE = "it is a shell variable: write its value"
+VARIABLE = "it is a shell variable: write its value, or give it with --set NAME=VALUE"
 
 Given = dict[str, str]
 """Values of flags by the flags' long names. A value is a text. It is "yes" or "no" for a switch, and JSON for a value

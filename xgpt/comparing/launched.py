@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -34,6 +35,7 @@ IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "te
 """Engines by a part of their images' names."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
+NONE_SET: Mapping[str, str] = MappingProxyType({})
 MOST_LINES = 100
 """Largest number of lines of a quoted text in a command."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -80,11 +82,12 @@ class Launched:
         return None if tag is None else tag[1]
 
 
-def find_engine(text: str) -> Launched:
+def find_engine(text: str, variables: Mapping[str, str] = NONE_SET) -> Launched:
     """Return the engine that a command or a file starts.
 
     Args:
         text: a command, YAML, or the path of a file with a command or YAML.
+        variables: values of shell variables that the text does not set.
 
     Raises:
         InputError: `text` starts no engine, or several different engines.
@@ -97,6 +100,7 @@ def find_engine(text: str) -> Launched:
             raise InputError("current", text, "it cannot be read as text") from None
     elif " " not in text and Path(text).suffix in (".yaml", ".yml", ".json"):
         raise InputError("current", text, "there is no such file")
+    text = _with_values(text, variables)
     documents = _documents(text)
     if documents:
         return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
@@ -356,7 +360,15 @@ def _filled(word: str, environment: Mapping[str, str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]
         return environment.get(name, match[0] if default is None else default)
 
-    return re.sub(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
+    return re.sub(r"\$\((\w+)\)|\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)", value, word)
+
+
+def _with_values(text: str, variables: Mapping[str, str]) -> str:
+    """Replace the given variables in a text."""
+    for name, value in variables.items():
+        pattern = rf"\$\{{{name}(?::?[-=?+][^}}]*)?\}}|\$\({name}\)|\${name}\b"
+        text = re.sub(pattern, value.replace("\\", r"\\"), text)
+    return text
 
 
 def _devices(node: dict[str, Any]) -> int | None:
@@ -372,17 +384,18 @@ def _devices(node: dict[str, Any]) -> int | None:
 READERS = {"vllm": read_vllm, "sglang": read_sglang, "tensorrt-llm": read_tensorrt_llm}
 
 
-def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
+def read_current(text: str, cluster: ClusterSpec, variables: Mapping[str, str] = NONE_SET) -> CurrentEngine:
     """Return the deployment that a command, a Compose file, a pod or Helm values start.
 
     Args:
         text: the command, the YAML, or the path of a file with a command or YAML.
+        variables: values of shell variables that the text does not set.
 
     Raises:
         InputError: `text` starts no engine that xgpt scores, the engine does not know a flag, or xgpt does not score a
             flag's effect.
     """
-    launched = find_engine(text)
+    launched = find_engine(text, variables)
     current = READERS[launched.engine](launched.words, cluster)
     notes = (*current.notes, *_device_note(current, launched), *_environment_note(launched))
     return replace(current, version=launched.version, notes=notes)

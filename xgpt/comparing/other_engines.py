@@ -37,7 +37,7 @@ SGLANG_REFUSED = {
     r"disaggregation-mode": TRANSFER,
     r"attn-dp-size|moe-dp-size": "xgpt scores experts only if they are divided in the same way as attention",
     r"attn-cp-size|dcp-size|enable-prefill-cp": NO_TABLES,
-    r"disable-cuda-graph|disable-decode-cuda-graph|cuda-graph-max-bs": CAPTURED,
+    r"disable-cuda-graph|disable-decode-cuda-graph": CAPTURED,
     r"enable-torch-compile|enable-two-batch-overlap|enable-single-batch-overlap": NO_TABLES,
     r"cpu-offload-gb|lora-paths|enable-lora": NO_TABLES,
     r"enable-hierarchical-cache|enable-lmcache": TRANSFER,
@@ -74,6 +74,8 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append(f"max-running-requests {requests}: SGLang's default, further limited by K/V memory")
     if "disable-radix-cache" not in given:
         notes.append("radix cache: no hits are counted, since the workload contains only lengths")
+    if (most := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
+        notes.append(f"cuda-graph-max-bs {most}: steps with more requests are scored as if they were captured, too")
     dtype, kv_dtype, quantization = types_of(given, DTYPES | {"bf16": "bfloat16"}, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     degree = value_of(given, "tp-size", count, 1)
     replicas = value_of(given, "dp-size", count, 1)
@@ -84,9 +86,11 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         )
         raise InputError("current: --ep-size", experts, accepted)
     if given.get("enable-dp-attention") == "yes" and replicas > 1:  # several replicas of attention share these devices
-        if experts != degree or degree % replicas:
-            accepted = f"xgpt scores it only with whole experts: give --ep {degree}, and a --dp that divides {degree}"
-            raise InputError("current: --enable-dp-attention", f"--ep {experts}", accepted)
+        if degree % replicas:
+            raise InputError("current: --enable-dp-attention", f"--dp {replicas}", f"give a --dp that divides {degree}")
+        if experts != degree:
+            notes.append(f"enable-dp-attention: each expert is scored as if it were whole on a device (--ep {degree})")
+            experts = degree
         # SGLang divides the numbers of tokens and requests among these replicas.
         degree, tokens, requests = degree // replicas, tokens // replicas, requests // replicas
     return CurrentEngine(

@@ -141,7 +141,7 @@ def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
     ("text", "says"),
     [
         ("sglang serve m --speculative-algorithm STANDALONE", "scores only NEXTN, EAGLE, EAGLE3; leave drafts out"),
-        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides 8"),
+        ("sglang serve m --enable-dp-attention --tp 8 --dp 3", "give a --dp that divides 8"),
         ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
         ("trtllm-serve m --config extra.yaml", "may contain any setting"),
         ("trtllm-serve m --tp 2", "TensorRT-LLM .* has no such flag"),
@@ -412,3 +412,31 @@ def test_a_printed_command_has_only_flags_of_its_version() -> None:
     unknown = compared(f"docker run vllm/vllm-openai:v0.40.0 {flags}")
     assert "the command starts version 0.40.0, which is scored as vllm-0.32" in unknown.notes
     assert any(note.startswith("K/V memory: vllm-0.32 should log") for note in unknown.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ("vllm serve $MODEL --tensor-parallel-size ${TP:-2} --max-num-seqs ${SEQS}", {"MODEL": "a/b", "SEQS": "64"}),
+        ("vllm serve a/b --tensor-parallel-size ${TP:=2} --max-num-seqs ${SEQS:?set it}", {"SEQS": "64"}),
+        ("TP=2\nvllm serve a/b -tp $TP --max-num-seqs $(SEQS)", {"SEQS": "64"}),
+    ],
+)
+def test_shell_variables_have_defaults_and_values(command: str, variables: dict[str, str]) -> None:
+    found = read_current(command, load_cluster("h100x8"), variables)
+    assert (found.model, found.tp_degree, found.max_num_seqs) == ("a/b", 2, 64)
+    with pytest.raises(InputError, match="--set NAME=VALUE"):
+        read_current("vllm serve a/b --max-num-seqs $SEQS", load_cluster("h100x8"), {"OTHER": "1"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--cuda-graph-max-bs 512", ""),
+        ("--nsa-prefill-backend flashmla_auto --nsa-decode-backend fa3", ""),
+        ("--dp 8 --enable-dp-attention", "each expert is scored as if it were whole on a device"),
+    ],
+)
+def test_flags_of_earlier_sglang_are_read(flags: str, says: str) -> None:
+    command = f"python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3.2 --tp 8 {flags}"
+    assert says in " ".join(read_current(command, load_cluster("h200x8")).notes)
