@@ -130,12 +130,12 @@ def tuned(machine: Machine, model: EngineModel, seed: int) -> Outcome:
     """Measure what `xgpt tune` would measure."""
     tuner = Tuner(model, seed=seed)
     rates: list[float] = []
-    verdict = tuner.verdict()
+    verdict = tuner.standing()
     while not verdict.ends and len(rates) < MOST:
         assert verdict.next is not None
         rate, load = machine.measure(verdict.next)
         tuner.tell(MeasuredRate(verdict.next, rate), load)
-        verdict = tuner.verdict()
+        verdict = tuner.standing()
         assert verdict.best is not None
         rates.append(machine.rate(verdict.best))
     return Outcome(rates, verdict.is_decided)

@@ -16,6 +16,7 @@ from xgpt.core.schema.documents import CalibrateOutput, CompareOutput, SimulateO
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.replan import Decision
 from xgpt.core.schema.report import BenchReport, UrlReport
+from xgpt.core.schema.tuning import CheckOutput, TuneOutput
 from xgpt.diagnosis import Finding
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ FOLDER = ROOT / "docs" / "reference" / "schemas"
 OUTPUTS: dict[str, Any] = {
     "bench": BenchReport | UrlReport,
     "calibrate": CalibrateOutput,
+    "check": CheckOutput,
     "compare": CompareOutput,
     "doctor": list[Finding],
     "fleet": FleetPlan,
@@ -31,6 +33,7 @@ OUTPUTS: dict[str, Any] = {
     "profile": Profile,
     "replan": Decision,
     "simulate": SimulateOutput,
+    "tune": TuneOutput,
 }
 """The type of each command's output with --json."""
 

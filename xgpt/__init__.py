@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         autoscale,
         bench,
         calibrate,
+        check,
         compare,
         doctor,
         export,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         simulate,
         simulate_autoscale,
         solve,
+        tune,
         ui,
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
@@ -54,6 +56,7 @@ __all__ = [
     "autoscale",
     "bench",
     "calibrate",
+    "check",
     "compare",
     "doctor",
     "export",
@@ -67,6 +70,7 @@ __all__ = [
     "simulate",
     "simulate_autoscale",
     "solve",
+    "tune",
     "ui",
 ]
 

@@ -29,6 +29,7 @@ from xgpt.requests import (
     AutoscaleRequest,
     BenchRequest,
     CalibrateRequest,
+    CheckRequest,
     CompareRequest,
     FleetRequest,
     LoadFields,
@@ -39,6 +40,7 @@ from xgpt.requests import (
     RequestBase,
     ServeFields,
     SimulateRequest,
+    TuneRequest,
     as_plan_request,
     parse_arguments,
     plan_request,
@@ -54,12 +56,14 @@ if TYPE_CHECKING:
     from xgpt.calibrating import CalibratedLoads
     from xgpt.comparing.compare import Compared, OnStart
     from xgpt.core.progress import Progress
+    from xgpt.core.schema.tuning import CheckOutput, TuneOutput
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Target
     from xgpt.keywords import (
         AutoscaleKeywords,
         BenchKeywords,
         CalibrateKeywords,
+        CheckKeywords,
         CompareKeywords,
         FleetKeywords,
         PlanKeywords,
@@ -68,8 +72,11 @@ if TYPE_CHECKING:
         ReportKeywords,
         ServeKeywords,
         SimulateKeywords,
+        TuneKeywords,
     )
     from xgpt.solving import Planned
+    from xgpt.tuning.check import LoadToSend
+    from xgpt.tuning.tune import Told
     from xscheduler.fleet.recommender import WantedReplicas
     from xscheduler.replanning.replanner import Replanned
     from xsimulator.run import Simulated
@@ -520,6 +527,103 @@ def bench(
         saturated=request.saturated,
         progress=progress or silent,
     )
+
+
+@_takes(CheckRequest)
+def check(
+    target: PathLike,
+    *,
+    latency_bound_s: float | None = None,
+    may_send: Callable[[LoadToSend], bool] = lambda sending: True,
+    progress: Progress | None = None,
+    **asked: Unpack[CheckKeywords],
+) -> CheckOutput:
+    """Compare a running engine with its prediction by a short load, and return whether to keep its settings.
+
+        found = xgpt.check("http://127.0.0.1:8000", plan="plan.json")
+        found.recommendation.action, found.recommendation.confidence
+
+    Args:
+        target: URL of the server, or the result file of a benchmark at an arrival rate.
+        may_send: called with what will be sent. Nothing is sent if it returns False.
+        progress: called with (done, total, what is being done).
+        **asked
+
+    Raises:
+        InputError: the settings are not known, or the server serves another model.
+        InfeasibleError: the model does not fit on the devices.
+        MachineError: the server does not answer, or is lost meanwhile.
+    """
+    from xgpt.calibrating import read_loads
+    from xgpt.tuning.check import check
+    from xgpt.tuning.problem import EngineProblem, engine_problem
+    from xprofiler.store import profile_of
+    from xscheduler.problem import Problem
+
+    request = request_of(CheckRequest, {"latency_bound_s": latency_bound_s, **asked})
+    if (request.plan is None) == (request.current is None):
+        raise InputError("plan", None, "give the plan that the server runs as `plan`, or its command as `current`")
+    if request.plan is not None:
+        now = _plan(request.plan)
+        profile = profile_of(now, request.profile)
+        problem = EngineProblem(Problem.of(now, profile), now=now)
+    else:
+        problem = engine_problem(request, request.current, progress)
+    text = str(target)
+    of_what = text if text.startswith(("http://", "https://")) else read_loads(Path(text))
+    return check(problem, of_what, request.arrival_rate_per_s, may_send=may_send, seed=request.seed)
+
+
+@_takes(TuneRequest)
+def tune(
+    *,
+    latency_bound_s: float | None = None,
+    told: Told | None = None,
+    ask: Callable[[str], str] | None = None,
+    progress: Progress | None = None,
+    **asked: Unpack[TuneKeywords],
+) -> TuneOutput:
+    """Find the best settings of an engine on the user's own devices with as few measurements as possible.
+
+        found = xgpt.tune(current="vllm serve ./llama", workload="log.csv", ttft_s=1, tpot_s=0.06, budget_s=3600)
+        found.recommendation.best.processes[0].command
+
+    Args:
+        told: functions that are called with each engine that starts, and with each finished measurement.
+        ask: with `manual`: shows a command, and returns the URL at which the user has started it.
+        progress: called with (done, total, what is being done).
+        **asked
+
+    Raises:
+        InputError: an argument is not accepted, or the journal is of another search.
+        InfeasibleError: the model does not fit on the devices.
+        MachineError: no engine starts, another search runs on this machine, or the time is too short.
+    """
+    from xgpt.tuning.engines import Host, Manual, Template, Vllm
+    from xgpt.tuning.journal import alone
+    from xgpt.tuning.problem import engine_problem
+    from xgpt.tuning.tune import Search
+    from xrunner.vllm.process import python
+
+    request = request_of(TuneRequest, {"latency_bound_s": latency_bound_s, **asked})
+    if request.manual and request.start is not None:
+        raise InputError("start", request.start, "it cannot be combined with `manual`")
+    if request.url is not None and request.start is None:
+        raise InputError("url", request.url, "it needs `start`")
+    host: Host
+    if request.manual:
+        if ask is None:
+            raise InputError("manual", request.manual, "give `ask`, which shows commands")
+        host = Manual(ask)
+    elif request.start is not None:
+        host = Template(request.start, request.url)
+    else:
+        python()
+        host = Vllm()
+    with alone():
+        problem = engine_problem(request, request.current, progress)
+        search = Search(problem, host, Path(request.journal), resume=request.resume, seed=request.seed)
+        return search.run(request.budget_s, told)
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:

@@ -138,6 +138,7 @@ async def replay(
     ca_file: Path | None = None,
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda ended: None,
+    until: Callable[[ClientResult], bool] = lambda result: False,
 ) -> list[ClientResult]:
     """Send requests to the server at `url` (without /v1), and read the responses. Return results in the order of the
     requests.
@@ -150,6 +151,8 @@ async def replay(
             result.
         ca_file, api_key: see `Connection`.
         progress: called with the number of finished requests whenever a request ends.
+        until: called with each result of an open loop. Once it returns True, no request is sent any more, and requests
+            that still run are cancelled and have no result.
 
     Raises:
         InputError: `concurrency` is below 1, a request of a closed loop has `send_at_s`, or a request of an open loop
@@ -175,7 +178,7 @@ async def replay(
             return result
 
         if concurrency is None:
-            return await asyncio.gather(*map(send, requests))
+            return await _until([asyncio.ensure_future(send(request)) for request in requests], until)
         results: list[ClientResult | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
 
@@ -192,6 +195,31 @@ async def replay(
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(work()) for _ in range(concurrency)]
         return [result for result in results if result is not None]
+
+
+async def _until(
+    sending: list[asyncio.Future[ClientResult]], until: Callable[[ClientResult], bool]
+) -> list[ClientResult]:
+    """Return the results of all requests, or of those that have ended when `until` returns True."""
+    try:
+        for following in asyncio.as_completed(sending):
+            if until(await following):
+                break
+    finally:
+        for each in sending:
+            each.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    return [each.result() for each in sending if not each.cancelled()]
+
+
+async def served_model(url: str, api_key: str | None = None, ca_file: Path | None = None) -> str:
+    """Return the name of the model that the server at `url` serves.
+
+    Raises:
+        MachineError: no server answers at `url`, or not as an OpenAI-compatible endpoint does.
+    """
+    async with _Connections(url, ca_file, api_key) as connections, connections.one() as connection:
+        return (await _served_model(connection, url)).id
 
 
 async def _served_model(connection: Connection, url: str) -> _Model:

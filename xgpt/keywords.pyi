@@ -270,6 +270,34 @@ class BenchKeywords(LoadFields, EngineFields, total=False):
     ca_file: str | PathLike[str] | None
     """Certificate authorities (PEM) for an https URL."""
 
+class EngineRequest(ProblemRequest, total=False):
+    current: str | PathLike[str] | None
+    """The current deployment: a command of vLLM or SGLang, or a docker run, Compose file, pod manifest or Helm values with such a command. Its model, and options such as --max-model-len, are kept."""
+    seed: int | None
+    """Seed from which the requests are drawn."""
+
+class CheckKeywords(EngineRequest, total=False):
+    plan: str | PathLike[str] | None
+    """The plan that the server runs, instead of `current` and the problem."""
+    arrival_rate_per_s: float | None
+    """Requests a second of your own load. Loads at 50% and 90% of it are sent."""
+    yes: bool | None
+    """Send the load without asking, even if the server is serving others."""
+
+class TuneKeywords(EngineRequest, total=False):
+    budget_s: float | None
+    """Time after which no further measurement begins, such as 90s, 60m or 2h."""
+    journal: str | PathLike[str] | None
+    """File of the finished measurements."""
+    resume: bool | None
+    """Go on with the measurements in `journal`."""
+    start: str | PathLike[str] | None
+    """Shell command that starts an engine and runs until it ends, for other machines and engines. {command}, {flags} and {port} are replaced, as in "ssh gpu7 {command} --port {port}"."""
+    url: str | PathLike[str] | None
+    """With `start`: address of the started engine, in which {port} is replaced."""
+    manual: bool | None
+    """Show each command and wait until you have started it and given its URL."""
+
 class CalibrateKeywords(OfAPlan, total=False): ...
 
 class ReplanKeywords(OfAPlan, Replanning, GrowthFields, total=False):

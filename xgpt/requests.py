@@ -335,6 +335,53 @@ class CompareRequest(ProblemRequest):
     """With `measure`: seed from which the request lengths are drawn."""
 
 
+class EngineRequest(ProblemRequest):
+    """The problem of an engine that users run, and the command that runs now."""
+
+    group: ClassVar[str] = "Deployment"
+    current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
+    """The current deployment: a command of vLLM or SGLang, or a docker run, Compose file, pod manifest or Helm values
+    with such a command. Its model, and options such as --max-model-len, are kept."""
+    seed: NonNegativeInt = 0
+    """Seed from which the requests are drawn."""
+
+
+class CheckRequest(EngineRequest):
+    """A comparison of a running server with its prediction."""
+
+    group: ClassVar[str] = "Load"
+    most_used: ClassVar[tuple[str, ...]] = ("plan", "current", "workload", "latency_bound_s", "ttft_s", "tpot_s")
+    plan: Annotated[Path | None, Option(metavar="FILE")] = None
+    """The plan that the server runs, instead of `current` and the problem."""
+    arrival_rate_per_s: Annotated[
+        PositiveFloat | None,
+        Option("--arrival-rate", "R", unset="the rate at which the bounds are predicted to be kept"),
+    ] = None
+    """Requests a second of your own load. Loads at 50% and 90% of it are sent."""
+    yes: bool = False
+    """Send the load without asking, even if the server is serving others."""
+
+
+class TuneRequest(EngineRequest):
+    """A search for the best settings of an engine by measurements."""
+
+    group: ClassVar[str] = "Measurement"
+    most_used: ClassVar[tuple[str, ...]] = ("current", "workload", "latency_bound_s", "ttft_s", "tpot_s", "budget_s")
+    budget_s: Annotated[PositiveFloat | None, Option("--budget", "TIME", "seconds", "no limit")] = None
+    """Time after which no further measurement begins, such as 90s, 60m or 2h."""
+    journal: Annotated[Name, Option(metavar="FILE")] = "tune.jsonl"
+    """File of the finished measurements."""
+    resume: bool = False
+    """Go on with the measurements in `journal`."""
+    start: Annotated[str | None, Option(metavar="COMMAND")] = None
+    """Shell command that starts an engine and runs until it ends, for other machines and engines. {command}, {flags}
+    and {port} are replaced, as in "ssh gpu7 {command} --port {port}"."""
+    url: Annotated[str | None, Option(metavar="URL", unset="http://127.0.0.1:{port}")] = None
+    """With `start`: address of the started engine, in which {port} is replaced."""
+    manual: bool = False
+    """Show each command and wait until you have started it and given its URL."""
+
+
 class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
     """A request for a fleet that serves a day's load."""
 
@@ -648,6 +695,8 @@ REQUESTS: dict[str, type[RequestBase]] = {
     "serve": ServeFields,
     "autoscale": AutoscaleRequest,
     "bench": BenchRequest,
+    "check": CheckRequest,
+    "tune": TuneRequest,
     "calibrate": CalibrateRequest,
     "replan": ReplanRequest,
     "report": ReportRequest,

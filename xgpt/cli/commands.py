@@ -162,6 +162,41 @@ def bench() -> None:
     """
 
 
+@options.command("check")
+@click.argument("target", metavar="URL|RESULT.JSON")
+@json_option
+def check() -> None:
+    """Compare a running vLLM or SGLang with its prediction by a short load, and say whether to keep its settings.
+
+    Before anything is sent, the load is shown. Instead of a URL, give what `vllm bench serve --request-rate`, AIPerf or
+    guidellm measured. The API key for a URL is read from the environment variable XGPT_API_KEY.
+
+    \b
+    Examples:
+      xgpt check http://127.0.0.1:8000 --plan plan.json
+      xgpt check http://127.0.0.1:8000 --current 'vllm serve ./llama --max-num-seqs 64' --workload log.csv --ttft 1
+      xgpt check bench.json --current 'vllm serve ./llama' --model llama-3.1-8b --cluster h100x1 --tpot 0.03
+    """
+
+
+@options.command("tune")
+@output_option("Write the recommended settings and all measurements as JSON.")
+@json_option
+def tune() -> None:
+    """Find the best settings of an engine on your devices with as few measurements as possible.
+
+    Each round starts the engine with the settings whose measurement can change the decision most, finds its highest
+    rate within the bounds, and ends it. vLLM starts on this machine, from the Python that XGPT_VLLM_PYTHON names. Other
+    engines and machines need --start or --manual.
+
+    \b
+    Examples:
+      xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --budget 60m
+      xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --resume
+      xgpt tune --model llama-3.1-8b --cluster h100x1 --engine sglang --ttft 1 --tpot 0.03 --manual
+    """
+
+
 @options.command("calibrate")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.argument("measured", metavar="RESULT.JSON...", nargs=-1, required=True)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
     "compare": "compare",
+    "check": "loop",
+    "tune": "loop",
     "completion": "completion",
 }
 """By command: the file that runs it instead of run.py. These commands need fewer or more imports."""

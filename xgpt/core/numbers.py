@@ -17,7 +17,7 @@ def whole(text: str) -> int:
     return int(text)
 
 
-UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def seconds(text: str) -> tuple[float, str]:

@@ -13,7 +13,9 @@ optimisation without a model. This module draws no conclusions from a clock, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +94,7 @@ class Belief:
         log_weights: logarithmic weights of the samples: what other observations say of the parameters. # [samples]
         measured: the measurements so far.
         excluded: candidates that do not start.
+        seed: seed of the samples.
     """
 
     places: Array
@@ -99,25 +102,20 @@ class Belief:
     log_weights: Array
     measured: tuple[MeasuredRate, ...] = ()
     excluded: frozenset[int] = field(default_factory=frozenset)
+    seed: int = 0
 
     def measure(self, found: MeasuredRate) -> Belief:
         """Return the belief after a measurement."""
         return replace(self, measured=(*self.measured, found))
 
-    def exclude(self, candidate: int, *, larger: bool) -> Belief:
-        """Return the belief after a candidate did not start.
+    def exclude(self, candidates: Iterable[int]) -> Belief:
+        """Return the belief without candidates that do not start. What was measured has started."""
+        return replace(self, excluded=self.excluded | set(candidates) - {found.candidate for found in self.measured})
 
-        Args:
-            larger: whether candidates of which no setting is smaller do not start either, as for lack of memory.
-        """
-        cut = np.all(self.places >= self.places[candidate], axis=1) if larger else np.zeros(len(self.places), bool)
-        done = {found.candidate for found in self.measured}
-        also = {int(index) for index in np.flatnonzero(cut)} - done
-        return replace(self, excluded=self.excluded | also | {candidate})
-
-    def draws(self, seed: int = 0) -> Array:
-        """Return samples of all candidates' values, given the measurements. # [DRAWS, candidates]"""
-        rng = np.random.default_rng(seed)
+    @cached_property
+    def draws(self) -> Array:
+        """Samples of all candidates' values, given the measurements. # [DRAWS, candidates]"""
+        rng = np.random.default_rng(self.seed)
         floor = FLOOR * float(np.median(self.predictions.max(axis=1)) or 1.0)
         logs = np.log(self.predictions + floor)
         at = np.asarray([found.candidate for found in self.measured], int)
@@ -148,9 +146,9 @@ class Belief:
         values[:, sorted(self.excluded)] = 0.0
         return values
 
-    def verdict(self, tolerance: float = TOLERANCE, seed: int = 0) -> Standing:
+    def standing(self, tolerance: float = TOLERANCE) -> Standing:
         """Return what the measurements say. `tolerance` is the share by which others may exceed the best."""
-        values = self.draws(seed)
+        values = self.draws
         open_ = np.ones(values.shape[1], bool)
         open_[[*(found.candidate for found in self.measured), *self.excluded]] = False
         most = float(np.quantile(values.max(axis=1), SURE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from xscheduler.tuning.belief import Belief, MeasuredRate, Standing
 from xscheduler.tuning.model import EngineModel, MeasuredTimes
 from xsimulator.fitted import Fit
@@ -16,23 +18,41 @@ class Tuner:
     """
 
     def __init__(self, model: EngineModel, seed: int = 0) -> None:
-        self.model, self._seed = model, seed
-        self.belief: Belief = model.belief()
+        self.model = model
+        self._lacking: list[int] = []
+        self.belief: Belief = replace(model.belief(), seed=seed)
 
     def tell(self, found: MeasuredRate, *loads: MeasuredTimes | None) -> None:
         """Add a measured rate, and the loads at which times were measured with the same settings."""
         for load in loads:
             if load is not None:
-                self.belief = self.model.informed(self.belief, load)
+                self.tell_times(load)
         self.belief = self.belief.measure(found)
 
-    def tell_failed(self, candidate: int, *, larger: bool) -> None:
-        """Add settings that do not start. See `Belief.exclude`."""
-        self.belief = self.belief.exclude(candidate, larger=larger)
+    def tell_times(self, load: MeasuredTimes) -> None:
+        """Add the times that were measured at a load."""
+        self.belief = self.model.informed(self.belief, load)
 
-    def verdict(self) -> Standing:
+    def tell_failed(self, candidate: int, *, for_memory: bool) -> None:
+        """Add settings that do not start. For lack of memory, those that need no less do not start either.
+
+        Memory is taken by tokens and by requests. If two token budgets fail, requests are the reason.
+        """
+        cut = {candidate}
+        if for_memory:
+            placement, settings = self.model.settings[candidate]
+            failed = [self.model.settings[index][1] for index in self._lacking] + [settings]
+            self._lacking.append(candidate)
+            several = len({each.token_budget for each in failed}) > 1
+            for index, (other, each) in enumerate(self.model.settings):
+                is_larger = each.max_batch >= settings.max_batch and each.token_budget >= settings.token_budget
+                if other == placement and (is_larger or (several and each.max_batch >= settings.max_batch)):
+                    cut.add(index)
+        self.belief = self.belief.exclude(cut)
+
+    def standing(self) -> Standing:
         """Return what is best so far, how sure that is, and what to measure next."""
-        return self.belief.verdict(seed=self._seed)
+        return self.belief.standing()
 
     @property
     def fit(self) -> Fit:

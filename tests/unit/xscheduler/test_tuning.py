@@ -27,12 +27,12 @@ def believed(truth: Array, error: float, samples: int = 400, seed: int = 0) -> B
 
 def searched(belief: Belief, truth: Array) -> tuple[int, list[int]]:
     """What is best in the end, and what was measured until then."""
-    verdict, order = belief.verdict(), list[int]()
+    verdict, order = belief.standing(), list[int]()
     while not verdict.ends:
         assert verdict.next is not None
         order.append(verdict.next)
         belief = belief.measure(MeasuredRate(verdict.next, float(truth[verdict.next])))
-        verdict = belief.verdict()
+        verdict = belief.standing()
     assert verdict.best is not None
     return verdict.best, order
 
@@ -54,13 +54,13 @@ def test_the_certainty_of_a_decision_is_how_often_it_is_right() -> None:
     """Over machines that are drawn from the belief itself: of those decided, at least nine in ten are right."""
     right = decided = 0
     belief = believed(np.ones(12), 0.0)
-    machines = belief.draws(seed=5)[:60]
+    machines = belief.draws[:60]
     for truth in machines:
-        now, verdict = belief, belief.verdict()
+        now, verdict = belief, belief.standing()
         for _ in range(12):
             assert verdict.next is not None
             now = now.measure(MeasuredRate(verdict.next, float(truth[verdict.next])))
-            verdict = now.verdict()
+            verdict = now.standing()
             if verdict.is_decided:
                 decided += 1
                 right += bool(truth.max() <= 1.05 * truth[verdict.best])
@@ -68,11 +68,20 @@ def test_the_certainty_of_a_decision_is_how_often_it_is_right() -> None:
     assert decided >= 30 and right >= 0.9 * decided
 
 
-def test_what_does_not_start_for_lack_of_memory_excludes_what_is_larger() -> None:
-    belief = believed(np.ones(12), 0.0).measure(MeasuredRate(11, 1.0))
-    assert belief.exclude(9, larger=True).excluded == {9, 10}, "what has run can run"
-    assert belief.exclude(9, larger=False).excluded == {9}
-    assert not belief.exclude(9, larger=True).draws()[:, 9:11].any()
+def test_what_does_not_start_is_worth_nothing_but_what_has_run_can_run() -> None:
+    belief = believed(np.ones(12), 0.0).measure(MeasuredRate(11, 1.0)).exclude({9, 10, 11})
+    assert belief.excluded == {9, 10} and not belief.draws[:, 9:11].any() and belief.draws[:, 11].all()
+
+
+def test_what_lacks_memory_excludes_what_needs_no_less(model: EngineModel) -> None:
+    tuner, places = Tuner(model), [(each.token_budget, each.max_batch) for _, each in model.settings]
+    first = next(at for at, (tokens, seqs) in enumerate(places) if tokens > 1000 and seqs > 100)
+    tuner.tell_failed(first, for_memory=True)
+    tokens, seqs = places[first]
+    assert {places[at] for at in tuner.belief.excluded} == {(t, s) for t, s in places if t >= tokens and s >= seqs}
+    other = next(at for at, (t, s) in enumerate(places) if t < 500 and s >= seqs)
+    tuner.tell_failed(other, for_memory=True)
+    assert all(s < places[other][1] or at in tuner.belief.excluded for at, (_, s) in enumerate(places))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +110,7 @@ def test_a_slow_engine_is_recognised_by_the_times_of_one_load(model: EngineModel
         return CapacitySearch(model.plan(candidate), profile, least_requests=500).rate
 
     for _ in range(3):
-        following = tuner.verdict().next
+        following = tuner.standing().next
         assert following is not None
         rate = true_rate(following)
         times = Trial(model.plan(following), profile, least_requests=400).at(0.9 * rate)
@@ -109,7 +118,7 @@ def test_a_slow_engine_is_recognised_by_the_times_of_one_load(model: EngineModel
         load = MeasuredTimes(following, 0.9 * rate, float(times.ttft_s.mean()), float(times.tpot_s.mean()))
         tuner.tell(MeasuredRate(following, rate), load)
     assert 1.3 < tuner.fit.decode < 1.9 and 0.75 < tuner.fit.prefill < 1.3
-    best = tuner.verdict().best
+    best = tuner.standing().best
     assert best is not None
     closed = model.rates(hidden)
     others = np.argsort(-closed)[:6]

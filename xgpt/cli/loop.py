@@ -1,0 +1,152 @@
+"""Run `xgpt check` and `xgpt tune`, and print their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.options import output_file, write
+from xgpt.core.errors import InputError
+from xgpt.core.io import dump_json
+from xgpt.core.schema.recommendation import Offer, Ranged, Recommendation
+from xgpt.core.schema.tuning import CheckOutput, TuneRun
+from xgpt.tuning.tune import Told
+
+if TYPE_CHECKING:
+    from xgpt.tuning.check import LoadToSend
+    from xscheduler.tuning.belief import Standing
+
+LABELS = {
+    "share_kept": "share within the bounds",
+    "ttft_mean_s": "TTFT, mean, s",
+    "ttft_quantile_s": "TTFT, quantile, s",
+    "tpot_mean_s": "TPOT, mean, s",
+    "tpot_quantile_s": "TPOT, quantile, s",
+    "whole_quantile_s": "whole time, quantile, s",
+}
+BOUNDS = {"ttft_quantile_s": "ttft_s", "tpot_quantile_s": "tpot_s", "whole_quantile_s": "latency_bound_s"}
+
+
+def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
+    """Show the load, send it, and print measured and predicted figures with the recommendation."""
+
+    def may_send(sending: LoadToSend) -> bool:
+        click.echo(sending.text, err=True)
+        if yes or not (sending.serving or 0):
+            return True
+        says = f"the server has {sending.serving:.0f} requests of others now, which this load slows; send it"
+        return click.confirm(says, err=True)
+
+    found = api.check(target, may_send=may_send, **options.given())
+    if as_json:
+        click.echo(dump_json(found), nl=False)
+    else:
+        render.show(*_checked(found, click.get_current_context().params))
+
+
+def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
+    yield from _advice(found.recommendation)
+    rows = []
+    for load, predicted in zip(found.loads, found.predicted, strict=True):
+        for name, label in LABELS.items():
+            value, bound = getattr(load, name), given.get(BOUNDS.get(name, ""))
+            off = f"{100 * (value / predicted[name] - 1):+.0f}%" if predicted[name] else "-"
+            first = f"{load.rate_per_s:.3g} requests/s" if name == "share_kept" else ""
+            shown = "-" if bound is None else f"{bound:g}"
+            rows.append([first, label, f"{value:.4g}", f"{predicted[name]:.4g}", off, shown])
+    columns = ["load", "", "measured", "predicted", "difference", "bound"]
+    yield render.table("measured by this client, beside the prediction for the same load", columns, rows)
+    failed = sum(load.num_failed for load in found.loads)
+    if failed:
+        yield f"failed requests: {failed}"
+    fit = found.fit
+    yield (
+        f"fit: prefill x{fit['prefill']:.3g}, decode x{fit['decode']:.3g}, {1e3 * fit['step_s']:.3g} ms a step, "
+        f"{1e3 * fit['path_s']:.3g} ms a request"
+    )
+    yield f"within the bounds: {_ranged(found.rate_after)} requests/s; before: {_ranged(found.rate_before)}"
+
+
+def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """Measure settings, and print each round and the recommendation."""
+    file = None if output is None else output_file(output)
+    count = 0
+
+    def start(command: str, rate_per_s: float) -> None:
+        nonlocal count
+        count += 1
+        click.echo(f"{count}. about {rate_per_s:.3g} requests/s expected: {command}", err=True)
+
+    def end(run: TuneRun, standing: Standing) -> None:
+        sure = "" if standing.best is None else f"; best {standing.value:.3g}, {100 * standing.sure:.0f}% sure"
+        click.echo(f"   {_result(run)}, {run.seconds:.0f} s{sure}", err=True)
+
+    def ask(command: str) -> str:
+        click.echo(command, err=True)
+        return str(
+            click.prompt("URL once it runs (empty: it does not start)", default="", show_default=False, err=True)
+        )
+
+    try:
+        found = api.tune(told=Told(start, end), ask=ask, **options.given())
+    except KeyboardInterrupt:
+        journal = click.get_current_context().params["journal"]
+        click.echo(f"the finished measurements are in {journal}: go on with --resume", err=True)
+        raise
+    if file is not None:
+        write(file, dump_json(found))
+    if as_json:
+        click.echo(dump_json(found), nl=False)
+        return
+    rows = [
+        [
+            str(number),
+            str(run.token_budget),
+            str(run.max_batch),
+            _result(run),
+            f"{run.start_s:.0f}",
+            f"{run.seconds:.0f}",
+        ]
+        for number, run in enumerate(found.runs, 1)
+    ]
+    columns = ["", "tokens a step", "requests", "within the bounds", "start s", "all s"]
+    most = f"no setting keeps the bounds at more than {found.most_per_s:.3g} requests/s (with a probability of 95%)"
+    render.show(
+        *_advice(found.recommendation), render.table("measurements", columns, rows), f"ended: {found.ended}; {most}"
+    )
+
+
+def _result(run: TuneRun) -> str:
+    if run.start != "started":
+        return f"{run.start}: {run.reason}"
+    if not run.rate_per_s:
+        return "at no tried rate"
+    return f"{run.rate_per_s:.3g} requests/s ±{100 * run.error:.0f}%"
+
+
+def _advice(found: Recommendation) -> Iterator[str]:
+    """Yield the answer, the command, and how sure it is."""
+    words = {"run": "run", "change": "change to", "keep": "keep"}
+    best = found.best
+    rate = f"{_ranged(best.rate_per_s)} requests/s within the bounds"
+    yield f"{words[found.action]}: {best.settings}, {rate}; {found.why}"
+    if found.gain is not None and found.gain.factor is not None:
+        other = found.rejected if found.action == "keep" else best
+        yield f"{_name(other)}: {_ranged(found.gain.factor)} times the rate of what runs now"
+    yield from (f"command: {process.command}" for process in best.processes if found.action != "keep")
+
+
+def _name(offer: Offer | None) -> str:
+    if offer is None:
+        raise InputError("recommendation", None, "it names no candidate")
+    return offer.settings
+
+
+def _ranged(value: Ranged) -> str:
+    if value.low is None or value.high is None:
+        return f"{value.value:.3g}"
+    return f"{value.value:.3g} ({value.low:.3g} to {value.high:.3g})"

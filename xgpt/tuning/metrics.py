@@ -1,0 +1,168 @@
+"""Read the /metrics of vLLM, SGLang, Dynamo and xgpt: counts of requests, histograms of their lengths and times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+from prometheus_client.parser import text_string_to_metric_families
+
+from xgpt.connection import own_api_key, tls_context
+
+Array = npt.NDArray[np.float64]
+TIMEOUT_S = 5.0
+MOST_BYTES = 8 << 20
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "input": (
+        "vllm:request_prompt_tokens",
+        "sglang:prompt_tokens_histogram",
+        "dynamo_frontend_input_sequence_tokens",
+        "xgpt_request_prompt_tokens",
+    ),
+    "output": (
+        "vllm:request_generation_tokens",
+        "sglang:generation_tokens_histogram",
+        "dynamo_frontend_output_sequence_tokens",
+        "xgpt_request_output_tokens",
+    ),
+    "ttft": (
+        "vllm:time_to_first_token_seconds",
+        "sglang:time_to_first_token_seconds",
+        "dynamo_frontend_time_to_first_token_seconds",
+    ),
+    "gap": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+        "sglang:inter_token_latency_seconds",
+        "dynamo_frontend_inter_token_latency_seconds",
+    ),
+}
+"""Histograms, by the names of each engine. The first one that a page has is read."""
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "sglang:prompt_tokens_total"),
+    "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total"),
+    "finished": ("vllm:request_success_total", "sglang:num_requests_total", "dynamo_frontend_requests_total"),
+    "preempted": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+}
+GAUGES: dict[str, tuple[str, ...]] = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "dynamo_frontend_inflight_requests"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "dynamo_frontend_queued_requests"),
+}
+
+
+class Buckets(NamedTuple):
+    """A histogram: number of values up to each edge, beyond the edge before it, and the sum of all values.
+
+    Attributes:
+        edges: rising; the last one is infinite. # [buckets]
+        counts: # [buckets]
+    """
+
+    edges: Array
+    counts: Array
+    total: float
+
+    @property
+    def size(self) -> float:
+        """Number of values."""
+        return float(self.counts.sum())
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.size if self.size else None
+
+    def less(self, before: Buckets | None) -> Buckets:
+        """Return what was added since an earlier page."""
+        if before is None or len(before.edges) != len(self.edges) or self.size < before.size:
+            return self
+        return Buckets(self.edges, np.maximum(self.counts - before.counts, 0.0), self.total - before.total)
+
+    def plus(self, other: Buckets) -> Buckets:
+        return Buckets(self.edges, self.counts + other.counts, self.total + other.total)
+
+
+class Page(NamedTuple):
+    """A page of an engine's metrics. What the page lacks is missing."""
+
+    histograms: Mapping[str, Buckets]
+    counters: Mapping[str, float]
+    gauges: Mapping[str, float]
+    model: str = ""
+
+    @property
+    def outstanding(self) -> float:
+        """Number of requests that run or wait."""
+        return sum(self.gauges.values())
+
+    def since(self, before: Page) -> Page:
+        """Return what was added since an earlier page of the same engine. If the engine has restarted, this is all."""
+        restarted = any(value < before.counters.get(name, 0.0) for name, value in self.counters.items())
+        if restarted:
+            return self
+        histograms = {name: each.less(before.histograms.get(name)) for name, each in self.histograms.items()}
+        counters = {name: value - before.counters.get(name, 0.0) for name, value in self.counters.items()}
+        return self._replace(histograms=histograms, counters=counters)
+
+
+def parse_page(text: str) -> Page | None:
+    """Return a page, or None if it is of no engine that is known.
+
+    Series of several engines or ranks on one page are added.
+    """
+    found: dict[str, dict[float, float]] = {}
+    sums: dict[str, float] = {}
+    values: dict[str, float] = {}
+    model = ""
+    with suppress(ValueError):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name, value = sample.name, sample.value
+                if not math.isfinite(value):
+                    continue
+                model = model or sample.labels.get("model_name", sample.labels.get("model", ""))
+                if name.endswith("_bucket") and "le" in sample.labels:
+                    each = found.setdefault(name.removesuffix("_bucket"), {})
+                    edge = float(sample.labels["le"])
+                    each[edge] = each.get(edge, 0.0) + value
+                elif name.endswith("_sum"):
+                    sums[name.removesuffix("_sum")] = sums.get(name.removesuffix("_sum"), 0.0) + value
+                else:
+                    values[name] = values.get(name, 0.0) + value
+    histograms = {key: _buckets(found[name], sums.get(name, 0.0)) for key, name in _first(NAMES, found).items()}
+    counters = {key: values[name] for key, name in _first(COUNTERS, values).items()}
+    gauges = {key: values[name] for key, name in _first(GAUGES, values).items()}
+    if not histograms and not gauges:
+        return None
+    return Page(histograms, counters, gauges, model)
+
+
+def _first(names: Mapping[str, tuple[str, ...]], found: Mapping[str, object]) -> dict[str, str]:
+    chosen = {key: next((name for name in each if name in found), None) for key, each in names.items()}
+    return {key: name for key, name in chosen.items() if name is not None}
+
+
+def _buckets(cumulative: Mapping[float, float], total: float) -> Buckets:
+    edges = sorted(cumulative)
+    counts = np.diff([cumulative[edge] for edge in edges], prepend=0.0)
+    return Buckets(np.asarray(edges), np.maximum(counts, 0.0), total)
+
+
+def read_page(url: str) -> Page | None:
+    """Read the metrics of the server at `url`, or return None if it has none that are known."""
+    key = own_api_key()
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, headers=headers, verify=tls_context()
+        )
+    except httpx.HTTPError:
+        return None
+    return parse_page(answer.text) if answer.is_success and len(answer.content) <= MOST_BYTES else None

@@ -1,0 +1,102 @@
+"""Make the problem of an engine's own scheduler from a request, and find the settings that run now in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from xgpt.checkpoints import hub
+from xgpt.comparing.compare import engine_name, score_current
+from xgpt.comparing.current import CurrentEngine
+from xgpt.comparing.flags import Given
+from xgpt.comparing.launched import read_current
+from xgpt.core.errors import InputError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import ChunkedSettings, ClusterSpec, Plan, Profile
+from xgpt.core.schema.profile import SERVED
+from xgpt.problems import resolve
+from xgpt.requests import PlanRequest, ProblemRequest, as_plan_request
+from xgpt.resolve import load_cluster, load_engine
+from xscheduler.problem import Problem
+from xscheduler.tuning.model import Prior
+
+UNMEASURED = Prior(0.5, 0.35)
+"""What is known of an engine on this machine if only xgpt's own engine was measured here."""
+
+
+@dataclass(frozen=True)
+class EngineProblem:
+    """The settings to choose among.
+
+    Attributes:
+        problem: for the engine's own scheduler.
+        prior: how much is known of its times. None means what its profile's source says.
+        now: plan with the settings that run now, or None.
+        kept: options of the present command that other settings' commands repeat.
+    """
+
+    problem: Problem
+    prior: Prior | None = None
+    now: Plan | None = None
+    kept: Given = field(default_factory=dict)
+
+    @property
+    def settings_now(self) -> list[ChunkedSettings]:
+        """The settings that run now, if they are known."""
+        return [self.now.policy] if self.now is not None and isinstance(self.now.policy, ChunkedSettings) else []
+
+
+def engine_problem(
+    request: ProblemRequest, current: str | None, progress: Progress | None = None, default: str = "vllm"
+) -> EngineProblem:
+    """Return the problem of a request.
+
+    Args:
+        current: the command that runs now, or None.
+        default: the engine if neither the request, its profile nor the command names one.
+
+    Raises:
+        InputError: names are not known, the bounds are missing, or the command cannot be read.
+        InfeasibleError: the model does not fit.
+    """
+    planned = as_plan_request(request, policy="chunked")
+    if not planned.constraint.bounds_latency or not planned.constraint.maximises_arrivals:
+        raise InputError(
+            "latency_bound_s", planned.latency_bound_s, "give a bound: `latency_bound_s`, `ttft_s` or `tpot_s`"
+        )
+    cluster = planned.cluster if isinstance(planned.cluster, ClusterSpec) else load_cluster(planned.cluster)
+    running = None if current is None else read_current(current, cluster)
+    if running is not None:
+        planned = _with_model(planned, running)
+    name = planned.engine or (default if running is None else engine_name(running))
+    problem, prior = _resolved(planned, name, cluster, progress)
+    if problem.engine is None or problem.engine.scheduler != "own" or problem.engine.framework == "xgpt":
+        raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm or sglang")
+    if running is None:
+        return EngineProblem(problem, prior)
+    return EngineProblem(problem, prior, score_current(problem, running), running.kept)
+
+
+def _with_model(request: PlanRequest, running: CurrentEngine) -> PlanRequest:
+    if "model" in request.model_fields_set:
+        return request
+    if running.model is None:
+        raise InputError("current", running.framework, "it names no model: add it to the command, or give `model`")
+    return request.but(model=running.model) if request.config is None or hub.is_id(running.model) else request
+
+
+def _resolved(
+    request: PlanRequest, name: object, cluster: ClusterSpec, progress: Progress | None
+) -> tuple[Problem, Prior | None]:
+    if not cluster.is_local or request.profile is not None:
+        return resolve(request.but(engine=name), progress), None
+    engine = load_engine(str(name)).measured_on(cluster.device.type)
+    problem = resolve(request.but(engine=None), progress)
+    return replace(
+        problem, profile=_as_of(problem.profile, engine.framework, engine.version), engine=engine
+    ), UNMEASURED
+
+
+def _as_of(profile: Profile, framework: str, version: str) -> Profile:
+    """Return a profile of xgpt's own engine as a guess of another engine's."""
+    provenance = {name: text for name, text in profile.provenance.items() if name != SERVED}
+    return profile.but(engine=framework, engine_version=version, jitter=None, provenance=provenance)
