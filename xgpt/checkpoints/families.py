@@ -8,69 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xgpt.checkpoints.fields import TABLES
 from xgpt.checkpoints.readers import READERS
 from xgpt.checkpoints.readers.planned import PLAIN
 from xgpt.core.errors import InputError
 
-ALIASES: Mapping[str, str] = {
-    "bailing_moe": "dots1",
-    "bailing_moe_v2": "dots1",
-    "deepseek_ocr2_text": "dots1",
-    "deepseek_ref": "deepseek_v4",
-    "deepseek_vl_v2": "dots1",
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified_text": "gemma4_text",
-    "glm46v_text": "glm4v_text",
-    "glm5_next": "glm5_next_text",
-    "glm_ocr_text": "glm4",
-    "hunyuan_vl_text": "hunyuan_v1_dense",
-    "inkling": "inkling_text",
-    "inkling2_text": "inkling_text",
-    "kimi_k2": "deepseek_v3",
-    "llama4": "llama4_text",
-    "mimo_v2": "mimo_v2_flash",
-    "minimax_m3": "minimax_m3_vl_text",
-    "minimax_m3_vl": "minimax_m3_vl_text",
-    "mistral4_text": "mistral4",
-    "muse_glimmer": "muse_glimmer_text",
-    "paddleocr_vl_text": "ernie4_5",
-    "phi4_multimodal": "phi3",
-    "phi4mm": "phi3",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "step3p7": "step3p5",
-    "step3p7_text": "step3p5",
-    "unlimited_ocr_text": "dots1",
-}
+ALIASES: Mapping[str, str] = TABLES["aliases"]
 """Families that are read in the same way as another family with the same fields."""
-_TWO_KINDS = "experts for text and experts for images differ in size"
-_STATES_ONLY = "it has only state-space layers, but xgpt assumes that K/V memory limits a batch"
-_SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not support"
-NOT_READ: Mapping[str, str] = {
-    "dbrx": "its config.json nests sizes in objects that xgpt does not read",
-    "diffusion_gemma": "it generates blocks of tokens by diffusion",
-    "diffusion_gemma_text": "it generates blocks of tokens by diffusion",
-    "ernie4_5_vl_moe": _TWO_KINDS,
-    "ernie4_5_vl_moe_text": _TWO_KINDS,
-    "dots3_note": _SLIDING_LATENT,
-    "dots3_note_text": _SLIDING_LATENT,
-    "falcon_mamba": _STATES_ONLY,
-    "gemma3n_text": "its layers run several streams and share keys and values, which xgpt does not support",
-    "mamba": _STATES_ONLY,
-    "mamba2": _STATES_ONLY,
-    "mpt": "it encodes positions as biases on attention scores, which xgpt does not support",
-    "plamo2": "its state-space layers are described by fields that xgpt does not read",
-    "nemotron_3": "only vLLM uses this name: give the checkpoint's own config.json, which says nemotron_h",
-    "timm_wrapper": "it generates no tokens",
-    "whisper": "its encoder reads sound",
-    "zamba": "several of its layers share one block of weights",
-    "zamba2": "several of its layers share one block of weights",
-}
+NOT_READ: Mapping[str, str] = TABLES["not_read"]
 """Families that xgpt does not read, with the reason."""
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """If a model also reads images or sound, one of these fields of config.json contains the language model."""
@@ -117,12 +62,6 @@ def tower_params(config: Mapping[str, Any]) -> int:
     return sum(_tower(tower) for tower in towers if isinstance(tower, dict))
 
 
-LARGEST_IMAGE = {"qwen2": 16384, "qwen3": 16384, "internvl": 3328}
-"""Tokens of the largest image by the beginning of model_type, where config.json does not state them: Qwen's processors
-accept 16,384 tokens, and InternVL's cut an image into 13 tiles of 256.
-"""
-
-
 def tower_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the fields of `Tower` for the encoder of images, or None if its sizes are not known."""
     found = config.get("vision_config")
@@ -131,7 +70,7 @@ def tower_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     hidden = found.get("embed_dim") or found.get("hidden_size")
     inner = found.get("intermediate_size") or int((found.get("mlp_ratio") or 4) * (hidden or 0))
     kind, deep = str(config.get("model_type")), found.get("deepstack_visual_indexes")
-    item = next((tokens for name, tokens in LARGEST_IMAGE.items() if kind.startswith(name)), 1)
+    item = next((tokens for name, tokens in TABLES["largest_image"].items() if kind.startswith(name)), 1)
     merge = found.get("spatial_merge_size") or found.get("pooling_kernel_size") or config.get("spatial_merge_size")
     patches = merge**2 if type(merge) is int else round((config.get("downsample_ratio") or 0.5) ** -2)
     if type(tokens := config.get("mm_tokens_per_image")) is int and {"image_size", "patch_size"} <= found.keys():

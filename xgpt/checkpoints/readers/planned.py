@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TRAINING, words
+from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TABLES, TRAINING
 from xgpt.checkpoints.readers.common import count
 from xgpt.checkpoints.readers.renamed import RENAMED
 from xgpt.core.errors import InputError
@@ -17,24 +17,14 @@ Config = dict[str, Any]
 
 SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
-KDA = ("kimi_linear", "bailing_hybrid", "glm5_next_text")
+KDA = TABLES["delta"]
 """Families whose linear layers are Kimi Delta Attention."""
-
-
-PLAIN = words("""
-    afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe
-    exaone4 falcon gemma gemma4_text glm glm4 glm4_moe glm4v_moe_text glm4v_text glm5_next_text glm_moe_dsa
-    granite granitemoe granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 inkling_text internlm3 kimi_linear
-    laguna lfm2 lfm2_moe llama4_text longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3
-    mistral4 muse_glimmer_text nemotron nemotron-nas nemotron_h olmo2 olmo3 phi phimoe qwen2_5_vl_text qwen2_moe
-    qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3
-    stablelm starcoder2 step3p5
-    """)
-"""The model_types of the language models in these families."""
-UNGATED = words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
-"""Families whose feed-forward blocks have no gate."""
-TIED = words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
-"""Families in which embedding and head are tied by default."""
+PLAIN = frozenset[str](TABLES["planned"])
+"""The model_types of the language models that xgpt only plans."""
+UNGATED, TIED = (frozenset[str](TABLES[name]) for name in ("ungated", "tied"))
+"""Families whose feed-forward blocks have no gate, and those in which embedding and head are tied by default."""
+WITHOUT_EFFECT = frozenset[str](TABLES["without_effect"])
+"""Sizes that change neither weights nor memory."""
 
 
 def planned(family: str, config: Config, defaults: Config) -> Config:
@@ -401,25 +391,6 @@ def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
     if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1):
         return False
     return layer >= (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
-
-
-WITHOUT_EFFECT = words("""
-    attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache
-    conv_kernel_size embedding_multiplier ep_size expand expert_dtype expert_hidden_dim full_attention_interval
-    global_attn_every_n_layers hidden_act hidden_activation index_head_dim index_n_heads
-    index_share_for_mtp_iteration index_skip_topk_offset index_topk_freq interleave_moe_layer_step
-    intermediate_size layer_group_size layer_norm_eps layer_norm_epsilon layer_rope_theta layernorm_epsilon
-    logits_mup_width_multiplier mamba_chunk_size mamba_expand
-    mamba_hidden_act max_window_layers mlp_hidden_act mlp_only_layers moe_intermediate_size
-    moe_layer_freq moe_router_dtype moe_shared_expert_overlap mtp_hidden_states_first
-    mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers n_group n_shared_experts
-    no_rope_layer_interval no_rope_layers norm_topk_prob num_expert_group num_experts num_hash_layers
-    num_kv_heads num_logits_to_keep num_mtp_modules num_nextn_predict_layers number_of_conv_states
-    output_multiplier per_layer_config qk_head_dim qk_rope_head_dim residual_multiplier rotary_dim
-    shared_expert_sink short_conv_kernel_size sliding_window sliding_window_pattern sliding_window_size
-    time_step_rank topk_group topk_method use_conv_bias use_expert_bias use_grouped_topk use_mamba_kernels
-    """)
-"""Sizes that change neither weights nor memory, because they repeat other sizes or control routing or scaling."""
 
 
 class ReadFields(dict[str, Any]):
