@@ -23,10 +23,10 @@ from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
-from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.capacity import CapacitySearch, Trial
 
 CASES = (
@@ -164,7 +164,7 @@ def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
 def other_draw(plan: Plan, profile: Profile, seed: int) -> float:
     """Return the plan's rate with other lengths and arrivals."""
     search = CapacitySearch(plan, profile, rate_of(plan), seed=seed)
-    search.precision = SHARP
+    search.precision = TOLERANCES.rate
     return search.rate
 
 

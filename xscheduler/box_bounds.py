@@ -21,15 +21,13 @@ from itertools import product
 import numpy as np
 
 from xscheduler.space import Array, Evaluation, Ints, Space
+from xscheduler.tolerances import TOLERANCES
 
 BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
 """Predictions may fail to be monotone by at most this share: the tables are monotone, but closed forms merge
 iterations.
 """
-
-LATENCY_TOLERANCE = 0.01
-"""A box is dropped if a time at its slow corner exceeds the bound by more than this share."""
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
@@ -108,6 +106,6 @@ def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     slow, fast = ends_of(space)
     bounds = box_bounds(space, evaluation, floor, len(corners), fast)
     left_out = ~evaluation.in_memory[slow :: len(corners)]
-    left_out |= least_excess(space, floor, len(corners), slow) > LATENCY_TOLERANCE
+    left_out |= least_excess(space, floor, len(corners), slow) > TOLERANCES.latency
     beaten = np.where(left_out, np.inf, inside.throughput / np.maximum(bounds, 1e-300) - 1)
     return float(np.where(inside.feasible, beaten, 0.0).max(initial=0.0))

@@ -12,7 +12,7 @@ from xgpt.core.schema import Curve, RraSettings
 from xscheduler.box_bounds import box_bounds
 from xscheduler.lower_tables import lowered
 from xscheduler.search import branch_and_bound, checked
-from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.curves import Grid, Line
 
 
@@ -153,7 +153,7 @@ def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> 
         bound = spaces.bounds()[2]
         best = checked.exhaustive(spaces.spaces(bound))
         losses.append(1 - branch_and_bound.search(spaces.spaces(bound)).throughput / best.throughput)
-    assert max(losses) > 10 * THROUGHPUT_TOLERANCE
+    assert max(losses) > 10 * TOLERANCES.throughput
 
 
 def test_a_wrong_direction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,11 @@ from xscheduler.objectives.base import TOGETHER
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.saturation import AGREES, PASSED_OVER
+from xscheduler.objectives.saturation import PASSED_OVER
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.capacity import PRECISION, Trial
 from xsimulator.run import simulate
 
@@ -111,7 +112,7 @@ def claims_hold(case: Case, shares: Sequence[float] = SHARES) -> None:
         kept = True
         best = next(iter(plans.values()))
         together |= best.search.bound in (TOGETHER, PASSED_OVER)
-        slack = 1 + (AGREES if together else best.search.gap or 0.0)
+        slack = 1 + (TOLERANCES.simulated if together else best.search.gap or 0.0)
         assert best.estimate.throughput_rps * slack >= best_rps * (1 - ROUNDING), "a tighter bound serves more"
         best_rps = max(best_rps, best.estimate.throughput_rps)
         for plan in plans.values():
@@ -123,7 +124,7 @@ def claims_hold(case: Case, shares: Sequence[float] = SHARES) -> None:
             nothing_beats(case, best, [kind for kind in kinds_in(case) if is_proven(kind, plans)])
     unbounded = next(iter(free.values()))
     together |= unbounded.search.bound in (TOGETHER, PASSED_OVER)
-    slack = 1 + (AGREES if together else unbounded.search.gap or 0.0)
+    slack = 1 + (TOLERANCES.simulated if together else unbounded.search.gap or 0.0)
     assert unbounded.estimate.throughput_rps * slack >= best_rps * (1 - ROUNDING), "a bound serves more than none"
     figures_are_simulated(case, best if kept else unbounded)
 

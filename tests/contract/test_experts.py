@@ -19,7 +19,7 @@ from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.memory import WORKSPACE_BYTES, LaneMemory
 from xsimulator.stages import lane
 
@@ -56,7 +56,7 @@ def test_the_search_finds_what_trying_everything_finds(model: str, factor: float
     found = Scheduler(subject).best((kind,))
     assert found.search.gap is not None
     ratio = best.estimate.throughput_rps / found.estimate.throughput_rps
-    assert 1 - 1e-9 <= ratio <= 1 + min(THROUGHPUT_TOLERANCE, found.search.gap) + 1e-9
+    assert 1 - 1e-9 <= ratio <= 1 + min(TOLERANCES.throughput, found.search.gap) + 1e-9
 
 
 @pytest.mark.parametrize("kind", few(["orca", "chunked", "waa"]))

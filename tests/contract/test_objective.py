@@ -11,10 +11,10 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.core.schema import Constraint, Plan
 from xgpt.core.schema.plan import rate_of
-from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import rated
 from xscheduler.problem import Problem
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.capacity import PRECISION, Trial
 
 SCENARIOS = (
@@ -44,7 +44,7 @@ def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tu
     asked = subject(*scenario[:3])
     best = next(iter(by_arrivals(scenario).values()))
     saturated = plan_each(asked.under(Constraint(latency_bound_s=scenario[3]))).values()
-    assert rate_of(best) >= (1 - SHARP) * max(rate_of(rated(plan, asked.profile)) for plan in saturated)
+    assert rate_of(best) >= (1 - TOLERANCES.rate) * max(rate_of(rated(plan, asked.profile)) for plan in saturated)
     assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
 
 

@@ -20,7 +20,7 @@ from xgpt.core.schema import Constraint, Plan, StaticSettings
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.search import branch_and_bound, checked, optuna_search
-from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
+from xscheduler.tolerances import TOLERANCES
 
 ROUNDING = 1e-9
 """A point's prediction differs in its last bit with how many others are predicted along with it."""
@@ -68,7 +68,7 @@ def test_branch_and_bound_agrees_with_exhaustive(kind: str, seed: int) -> None:
         found = branch_and_bound.search(spaces.spaces(bound))
         assert (found.settings is None) == (best.settings is None)
         assert found.throughput <= best.throughput * (1 + ROUNDING)
-        assert found.throughput >= best.throughput / (1 + THROUGHPUT_TOLERANCE), (found.settings, best.settings)
+        assert found.throughput >= best.throughput / (1 + TOLERANCES.throughput), (found.settings, best.settings)
 
 
 @EVERY_KIND
@@ -98,7 +98,7 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
     spaces = Spaces(kind, seed, monotone=True)
     best = [branch_and_bound.search(spaces.spaces(bound)).throughput for bound in spaces.bounds()]
     for looser, tighter in pairwise(best):
-        assert tighter <= looser * (1 + THROUGHPUT_TOLERANCE)
+        assert tighter <= looser * (1 + TOLERANCES.throughput)
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_one_more_device_never_gives_less(
     subject = problem(model, cluster, workload, bound_s)
     best = [Scheduler(replace(subject, max_devices=n)).best((kind,)).estimate.throughput_rps for n in sizes]
     for fewer, more in pairwise(best):
-        assert more >= fewer / (1 + THROUGHPUT_TOLERANCE)
+        assert more >= fewer / (1 + TOLERANCES.throughput)
 
 
 @EVERY_KIND

@@ -28,33 +28,18 @@ from xscheduler.objectives.branches import BOUND, MOST_PREDICTIONS, Branches
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space, columns_of
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.capacity import PRECISION, CapacitySearch
 from xsimulator.forecast import choice_of
 
-SHARP = 0.005
-"""Relative precision of the best plan's rate. Another plan is better only if its rate is higher by this share."""
-COARSE = 0.03
-"""Relative precision of the rate for a policy that cannot win."""
-BEHIND = 0.7
-"""A policy cannot win if its best rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
 """Largest number of plans to simulate for a policy. The best in closed form come first."""
-DOUBT = 0.06
-"""A plan is simulated only if its rate in closed form is below the best rate by at most this share."""
-DOUBT_NEARBY = 0.15
-"""As `DOUBT`, for plans on the best plan's placement. There are few such plans, and the closed form's error can be this
-large.
-"""
-ALIKE = 1.05
-"""Two batch sizes count as equal if their ratio is at most this."""
 MOST_SETTLED = 12
 """Largest number of further placements whose best plans are simulated."""
 DRAWS = (1, 2)
 """Seeds for further draws of lengths and arrivals, from which the error of the best rate is estimated."""
 DEVIATIONS = 2.0
 """Two simulated rates count as different if they differ by this number of standard deviations."""
-NOISE = 0.05
-"""By chance, the rate of a run of `LEAST_REQUESTS` requests may exceed its upper bound by up to this share."""
 CLOSED_FORMS = Ceiling(None, "none: arrival rates along load curves come from closed forms, without simulation")
 MOST_MOVES = 40
 """Largest number of moves to better neighbouring settings."""
@@ -126,11 +111,11 @@ class Arrivals(Objective[PlanDraft]):
             started = time.perf_counter()
             self._say(i, len(order), kind)
             # A policy that cannot win gets a coarse rate, and only its first plan is simulated.
-            hopeless = best is not None and ranked[kind][0][1] < BEHIND * best.rate
+            hopeless = best is not None and ranked[kind][0][1] < (1 - TOLERANCES.behind) * best.rate
             plans = ranked[kind][: 1 if hopeless else MOST_TRIED]
             search = self._best_of(plans, best if self._only_best else None)
             if search is not None and hopeless:
-                search.precision = COARSE
+                search.precision = TOLERANCES.rate_of_others
             if search is not None and search.rate > 0:
                 found[kind] = search
                 best = search if best is None or search.rate > best.rate else best
@@ -139,7 +124,7 @@ class Arrivals(Objective[PlanDraft]):
             raise self._never_kept(tuple(ranked))
         started = time.perf_counter()
         self._say(len(order), len(order), "neighbours of the best plan")
-        near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
+        near = [name for name in order if ranked[name][0][1] > (1 - TOLERANCES.behind) * best.rate]
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
@@ -189,7 +174,7 @@ class Arrivals(Objective[PlanDraft]):
             ceiling = Ceiling(None, SAMPLED)
         elif "throughput_rps" in plan.estimate.simulated:
             ceiling = Ceiling(None, TOGETHER)
-        elif breach > NOISE:
+        elif breach > TOLERANCES.noise:
             ceiling = Ceiling(None, UNBOUND)
         else:
             most = self._branches.most(rate_of(plan), None if best else kind)
@@ -232,7 +217,10 @@ class Arrivals(Objective[PlanDraft]):
         return self._finished[key].but(search=plan.search)
 
     def _best_of(
-        self, candidates: Sequence[tuple[PlanDraft, float]], rival: CapacitySearch | None, doubt: float = DOUBT
+        self,
+        candidates: Sequence[tuple[PlanDraft, float]],
+        rival: CapacitySearch | None,
+        doubt: float = TOLERANCES.doubt,
     ) -> CapacitySearch | None:
         """Return the candidate with the highest simulated rate, or None if no rate exceeds the rival's."""
         best = rival
@@ -253,7 +241,7 @@ class Arrivals(Objective[PlanDraft]):
         for _ in range(MOST_MOVES):
             near = [(other, rate) for other, rate in self._nearby(best.plan) if other.policy not in tried]
             tried.update(other.policy for other, _ in near)
-            found = self._best_of(sorted(near, key=lambda item: -item[1]), best, DOUBT_NEARBY)
+            found = self._best_of(sorted(near, key=lambda item: -item[1]), best, TOLERANCES.doubt_nearby)
             if found is None:
                 break
             best = found
@@ -273,7 +261,7 @@ class Arrivals(Objective[PlanDraft]):
         """Return the best plan, or a policy's plan with the highest throughput at saturation if that plan has a higher
         arrival rate.
         """
-        best.precision = SHARP
+        best.precision = TOLERANCES.rate
         try:
             rivals = self.scheduler.found(kinds)
         except InfeasibleError:
@@ -283,7 +271,7 @@ class Arrivals(Objective[PlanDraft]):
             rate = closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
             ranked.append((plan.but(search=best.plan.search), rate))
         found = self._best_of(sorted(ranked, key=lambda item: -item[1]), best) or best
-        found.precision = SHARP
+        found.precision = TOLERANCES.rate
         return found
 
     def _settled(self, best: CapacitySearch) -> CapacitySearch:
@@ -291,7 +279,7 @@ class Arrivals(Objective[PlanDraft]):
         space = self.scheduler.space_of(best.plan)
         if best.plan.admission.order == "fcfs":
             self._branches.count_waits()
-        if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > NOISE:
+        if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > TOLERANCES.noise:
             return self._sampled_by_optuna(best)
         settled, self._branches.best_rate = 0, best.rate
         for branch in self._branches.open():
@@ -301,15 +289,19 @@ class Arrivals(Objective[PlanDraft]):
                 self._rated[branch.space] = best_of(branch.space)
             one = self._rated[branch.space]
             plan = None if one is None else self.scheduler.draft_at(branch.space, one.settings, best.plan.search)
-            if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
+            if (
+                one is None
+                or plan is None
+                or one.rate < (1 - TOLERANCES.doubt) * min(best.rate, best.predicted or best.rate)
+            ):
                 continue
             settled += 1
             self._say(settled, MOST_SETTLED, "a placement that may keep a higher rate")
             better = self._best_of([(plan, one.rate)], best)
             if better is not None:
-                better.precision = SHARP
+                better.precision = TOLERANCES.rate
                 best = self._best_nearby(better)
-                best.precision = SHARP
+                best.precision = TOLERANCES.rate
                 self._branches.best_rate = best.rate
         self._ended_early = not self._branches.tighten()
         return best
@@ -333,7 +325,7 @@ class Arrivals(Objective[PlanDraft]):
             return best
         serves = space.evaluate(smaller).throughput > rate
         low = int(serves.argmax()) if serves.any() else high
-        while sizes[high] > ALIKE * sizes[low]:
+        while sizes[high] > (1 + TOLERANCES.batch) * sizes[low]:
             middle = (low + high) // 2
             other = self.scheduler.draft_at(space, space.settings(smaller, middle), plan.search)
             search = (
@@ -353,8 +345,11 @@ class Arrivals(Objective[PlanDraft]):
         ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
         proposed = sampled(ordered[:MOST_PLACEMENTS])
         plans = [(self.scheduler.draft_at(one.space, one.settings, best.plan.search), one.rate) for one in proposed]
-        found = self._best_of([(plan, rate) for plan, rate in plans if plan is not None], best, DOUBT_NEARBY) or best
-        found.precision = SHARP
+        found = (
+            self._best_of([(plan, rate) for plan, rate in plans if plan is not None], best, TOLERANCES.doubt_nearby)
+            or best
+        )
+        found.precision = TOLERANCES.rate
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:

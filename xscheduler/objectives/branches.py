@@ -22,16 +22,15 @@ from xgpt.core.schema import Constraint
 from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
-from xscheduler.search.branch_and_bound import TARGET_GAP, UpperBound, upper_bound
+from xscheduler.search.branch_and_bound import UpperBound, upper_bound
 from xscheduler.space import Space, columns_of
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
 
 BOUND = (
     "the throughput, by Little's law, of an engine that is never idle and keeps the same bounds, on monotone step times"
 )
-CLOSE = 0.005
-"""A branch is not examined further if its bound exceeds the best rate by at most this share."""
 NUM_BOXES = 12
 """Number of random boxes on which the bounds are tested in a branch."""
 WAIT_STEPS = 5
@@ -94,7 +93,7 @@ class Branch:
         low = at_least
         self.refine(at_least, waits)
         for _ in range(WAIT_STEPS):
-            if self.bound <= (1 + CLOSE) * low or waits is None:
+            if self.bound <= (1 + TOLERANCES.close) * low or waits is None:
                 break
             rate = (low + self.bound) / 2
             served = self._served(rate, rate, waits)
@@ -131,7 +130,7 @@ class Branch:
         if most <= 0:
             return at_least
         relaxed = self.relaxed
-        if left.min() <= 1 - CLOSE:
+        if left.min() <= 1 - TOLERANCES.close:
             by_budget = dict(zip(self._budgets, (left / most).tolist(), strict=True)) if self._budgets else None
             relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_budget)
         for known in self._searched:
@@ -179,7 +178,7 @@ class _Searched(NamedTuple):
             return False
         if np.array_equal(left, self.left):
             return True
-        if best is None or best.settings is None or throughput > (1 + TARGET_GAP) * best.throughput:
+        if best is None or best.settings is None or throughput > (1 + TOLERANCES.target_gap) * best.throughput:
             return False
         return bool(relaxed.evaluate(columns_of(best.settings)).feasible[0])
 
@@ -243,7 +242,7 @@ class Branches:
         """Yield the branches that may sustain a higher rate than the best so far, the highest bound first."""
         heap, yielded = [(-branch.bound, i) for i, branch in enumerate(self.all)], set[Hashable]()
         heapq.heapify(heap)
-        while heap and -heap[0][0] > (1 + CLOSE) * self.best_rate and not self.is_spent:
+        while heap and -heap[0][0] > (1 + TOLERANCES.close) * self.best_rate and not self.is_spent:
             _, i = heapq.heappop(heap)
             branch = self.all[i]
             if branch.is_refined:
@@ -267,7 +266,7 @@ class Branches:
         """Tighten the bounds of the branches that have the highest bounds. Return False if the predictions ran out."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
-            if branch.bound <= (1 + CLOSE) * highest:
+            if branch.bound <= (1 + TOLERANCES.close) * highest:
                 break
             if branch.alike not in closest:
                 if self.is_spent:

@@ -27,12 +27,11 @@ from xscheduler.expression import objective_value
 from xscheduler.found import Found
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, seen_by, with_law
+from xscheduler.tolerances import TOLERANCES
 from xscheduler.why_not import round_up
 from xsimulator.capacity import endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
-AGREES = 0.1
-"""Simulated figures that differ by at most this share from the closed form count as equal."""
 MORE = 2.0
 """If the plan with the highest predicted throughput exceeds its prediction in simulation, other plans may exceed theirs
 by up to this factor.
@@ -98,7 +97,7 @@ class SaturatedFigures(NamedTuple):
 
 
 def _agree(seen: float, predicted: float) -> bool:
-    return predicted <= (1 + AGREES) * seen and seen <= (1 + AGREES) * predicted
+    return predicted <= (1 + TOLERANCES.simulated) * seen and seen <= (1 + TOLERANCES.simulated) * predicted
 
 
 def saturated_figures(plan: PlanDraft, profile: Profile) -> SaturatedFigures:

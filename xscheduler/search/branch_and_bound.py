@@ -20,13 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.schema import Ceiling, PolicySettings, SearchMethod
-from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
+from xscheduler.box_bounds import BOUND, box_bounds, ends_of, least_excess
 from xscheduler.space import Evaluation, Ints, Space
+from xscheduler.tolerances import TOLERANCES
 
-THROUGHPUT_TOLERANCE = 0.002
-"""A block is dropped if the throughput of its fast corner, raised by this share, does not beat the incumbent's."""
-TARGET_GAP = 0.01
-"""Blocks are divided until no block can exceed the incumbent's throughput by more than this share."""
 MAX_PREDICTIONS = 100_000
 """The search ends after this many predictions, on the profile's and on the lower tables together, with the gap so
 far.
@@ -183,7 +180,7 @@ class _Search:
         self.predictions = 0
 
     def run(self) -> SearchResult:
-        waiting = [(-space.bound / (1 + THROUGHPUT_TOLERANCE), i) for i, space in enumerate(self.spaces)]
+        waiting = [(-space.bound / (1 + TOLERANCES.throughput), i) for i, space in enumerate(self.spaces)]
         heapq.heapify(waiting)
         opened: dict[int, _Open] = {}
         while waiting and -waiting[0][0] > self.best_throughput and self.predictions < MAX_PREDICTIONS:
@@ -232,10 +229,10 @@ class _Search:
         """Predict the fractional batch sizes that points represent. Leave out points that cannot beat the best point or
         whose smallest batch breaks the constraint.
         """
-        tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
+        tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + TOLERANCES.throughput), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
         if len(chosen):
-            chosen = chosen[evaluation.excess_at(chosen) <= LATENCY_TOLERANCE]
+            chosen = chosen[evaluation.excess_at(chosen) <= TOLERANCES.latency]
         chosen = chosen[np.argsort(-tolerated[chosen], kind="stable")]
         while len(chosen):  # the first points may make the others unnecessary
             now, chosen = chosen[:POINTS_AT_ONCE], chosen[POINTS_AT_ONCE:]
@@ -281,7 +278,7 @@ class _Search:
         serves_more = parent.space.forecast.promises_too_little(evaluation.performance)
         for k, box in enumerate(boxes):
             at = k * num_corners
-            if not evaluation.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
+            if not evaluation.in_memory[at + slow] or least[k] > TOLERANCES.latency:
                 continue
             bound = float(bounds[k])
             if box[0] == box[1]:
@@ -291,12 +288,12 @@ class _Search:
                     else:
                         single.append((box[0], box[2]))
                 continue
-            promise = bound / (1 + THROUGHPUT_TOLERANCE)
+            promise = bound / (1 + TOLERANCES.throughput)
             if fast is not None and evaluation.fits[at + fast]:
                 # If the corner does not fit in memory, its prediction is not used, only the bound.
-                tolerated = evaluation.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
+                tolerated = evaluation.throughput[at + fast] * (1 + TOLERANCES.throughput)
                 promise = min(bound, float(tolerated))
-            priority = max(promise, bound / (1 + TARGET_GAP))
+            priority = max(promise, bound / (1 + TOLERANCES.target_gap))
             if priority > self.best_throughput:
                 heapq.heappush(parent.blocks, _Block(-priority, box, bound))
             else:

@@ -18,11 +18,10 @@ from xscheduler.box_bounds import breach
 from xscheduler.search import branch_and_bound, optuna_search
 from xscheduler.search.branch_and_bound import SearchResult
 from xscheduler.space import Space
+from xscheduler.tolerances import TOLERANCES
 
 NUM_BOXES = 12
 """Number of random boxes in each of the two spaces."""
-TOLERANCE = 0.02
-"""If a point's throughput exceeds the bound of its box by more than this share, the bounds are not valid."""
 
 SWEPT = 100_000
 """Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second. Optuna
@@ -38,7 +37,7 @@ def search(spaces: Sequence[Space]) -> SearchResult:
     rng = np.random.default_rng(0)
     worst = max((breach(space, NUM_BOXES, rng) for space in looked_at), default=0.0)
     evaluations = sum(space.evaluations for space in spaces)
-    if worst <= TOLERANCE:
+    if worst <= TOLERANCES.breach:
         most = None if found.most is None else found.most * (1 + worst)
         return replace(found, evaluations=evaluations, most=most)
     if sum(space.num_points for space in spaces) <= SWEPT:
