@@ -167,9 +167,8 @@ def _with_classes(request: PlanRequest) -> Constraint:
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
     if not classes:
         return constraint
-    for name in ("latency_bound_s", "ttft_s", "tpot_s"):
-        if (bound := getattr(constraint, name)) is not None:
-            raise InputError(name, bound, f"{request.workload} has classes with their own bounds: leave this bound out")
+    for name, bound in constraint.bounds.given.items():
+        raise InputError(name, bound, f"{request.workload} has classes with their own bounds: leave this bound out")
     return constraint.with_classes(classes)
 
 

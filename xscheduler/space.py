@@ -538,8 +538,7 @@ class Evaluation:
             given = least.latency, least.ttft, least.tpot
         latency, ttft, tpot = given
         values = latency / np.maximum(left, 1e-9), ttft, tpot
-        bounds = constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s
-        for bound, value in zip(bounds, values, strict=True):
+        for bound, value in zip(constraint.bounds, values, strict=True):
             if bound is not None:
                 excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
         return excess

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema.constraint import Bounds
 from xgpt.core.workload import quantile
 from xscheduler.candidates import Candidates
 from xscheduler.engine_limits import why_not_divided
@@ -88,7 +89,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
     memory, return an empty dictionary and None.
     """
     constraint = candidates.problem.constraint
-    relaxed = constraint.but(latency_bound_s=None, ttft_s=None, tpot_s=None)
+    relaxed = constraint.but(**Bounds()._asdict())
     headroom = 1 + relaxed.headroom
     only_latency = constraint.ttft_s is None and constraint.tpot_s is None
     nearest: dict[str, float] = {}

@@ -23,6 +23,7 @@ from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
+from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding import words
 from xgpt.problems import resolve
@@ -45,7 +46,7 @@ MOST_POINTS = 200
 """Largest number of points in a drawn line."""
 MOST_KEPT = 8
 """Largest number of problems whose schedulers are cached."""
-FREE = {"latency_bound_s": None, "ttft_s": None, "tpot_s": None}
+FREE = Bounds()._asdict()
 
 
 @dataclass

@@ -433,8 +433,7 @@ def limit_in_words(plan: Plan) -> str:
     most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
     if not constraint.bounds_latency:
         return f"no other schedule in the searched space serves more than {most}"
-    several = sum(bound is not None for bound in (constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s)) > 1
-    kept = "bounds" if several else "bound"
+    kept = "bounds" if len(constraint.bounds.given) > 1 else "bound"
     if constraint.maximises_arrivals:
         return f"no other schedule in the searched space keeps the {kept} at more than {most}"
     return f"no other schedule in the searched space serves more than {most} within the {kept}"

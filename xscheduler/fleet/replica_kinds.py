@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import ClusterSpec, Pinned, Plan, PlanDraft, Profile, Workload
+from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.objectives.arrivals import CLOSED_FORMS
-from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import best_of_each, kinds_of
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
@@ -66,7 +66,7 @@ def candidates(
         try:
             plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, best_rate)
         except InfeasibleError as error:
-            plan, why = None, why if error.binding in BOUNDS else error
+            plan, why = None, why if error.binding in Bounds._fields else error
         a_device = 0.0 if plan is None else _rate(plan) / plan.devices_per_replica
         if plan is not None and a_device > WORTH * best_rate:
             best_rate = a_device
@@ -127,7 +127,7 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
 
 
 def _never_kept(problem: Problem) -> InfeasibleError:
-    given = {name: bound for name in BOUNDS if (bound := getattr(problem.constraint, name)) is not None}
+    given = problem.constraint.bounds.given
     binding, kept = next(iter(given)), " and ".join(f"{bound:g} s" for bound in given.values())
     return InfeasibleError(
         f"{binding}: no replica on one node of {problem.cluster.name} keeps {kept} at any arrival rate, "

@@ -16,8 +16,6 @@ Ranked = dict[str, list[tuple[Schedule, float]]]
 """For each policy, its plans and their values of the objective in closed form, the highest first."""
 
 
-BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
-"""Names of the bounds of a constraint."""
 TOGETHER = "none: requests that began together stay together, which closed forms do not model"
 """The reason why there is no proof if a simulation at saturation contradicts the closed form."""
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
-from xscheduler.objectives.base import BOUNDS
 from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
@@ -31,7 +30,7 @@ def never_kept(
     If a single bound is the cause, the error names the nearest value of this bound only.
     """
     constraint = scheduler.problem.constraint
-    given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+    given = constraint.bounds.given
     binding, base, reason = next(iter(given)), 1.0, ""
     try:
         scheduler.best_of_each(kinds)
@@ -75,7 +74,7 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
 def never_kept_closed(scheduler: Scheduler, kinds: Sequence[str]) -> InfeasibleError:
     """Return the error for bounds that no plan keeps in closed form because requests also wait."""
     constraint = scheduler.problem.constraint
-    given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+    given = constraint.bounds.given
     return InfeasibleError(
         f"{next(iter(given))}: no schedule of {', '.join(kinds)} keeps {' and '.join(_named(given))} when requests "
         f"also wait for admission (by the closed-form estimate); loosen {'a bound' if len(given) > 1 else 'it'}",

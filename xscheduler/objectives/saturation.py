@@ -25,7 +25,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import Ints, quantile, sample
 from xscheduler.expression import objective_value
 from xscheduler.found import Found
-from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
+from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, seen_by, with_law
 from xscheduler.tolerances import TOLERANCES
 from xscheduler.why_not import round_up
@@ -273,7 +273,7 @@ class Saturated(Objective[Found]):
     def _never_kept(self, nearest_s: float) -> InfeasibleError:
         """Return the error for bounds that no policy keeps. It names a latency bound that a simulated plan keeps."""
         constraint = self.scheduler.problem.constraint
-        bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+        bounds = constraint.bounds.given
         name = next(iter(bounds))
         known = len(bounds) == 1 and name == "latency_bound_s"
         nearest = f"; the nearest bound that can be kept is {round_up(nearest_s)} s" if known else ""

@@ -20,6 +20,19 @@ Objective = Literal["arrivals", "saturated"]
 SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
+class Bounds(NamedTuple):
+    """The three bounds, in seconds. None means no bound."""
+
+    latency_bound_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The bounds that are not None, by name."""
+        return {name: bound for name, bound in self._asdict().items() if bound is not None}
+
+
 class Goal(NamedTuple):
     """Bounds that a share of all requests must keep, all of them at once. Times are seconds from arrival.
 
@@ -106,7 +119,12 @@ class Constraint(Frozen):
     @property
     def bounds_latency(self) -> bool:
         """Whether the time to the last token, the time to first token or the time per token is bounded."""
-        return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
+        return any(bound is not None for bound in self.bounds)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds on latency, TTFT and TPOT."""
+        return Bounds(self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property
     def allowed_latency_s(self) -> float:
@@ -126,7 +144,7 @@ class Constraint(Frozen):
     @property
     def all_bounds(self) -> Goal:
         """All bounds as one goal. The share of requests that keep it is the goodput."""
-        return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
+        return Goal(self.quantile, *self.bounds)
 
     @property
     def goals(self) -> tuple[Goal, ...]:
@@ -147,8 +165,9 @@ class Constraint(Frozen):
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
         """Return the constraint with these classes. Each of its bounds becomes the tightest among the classes."""
-        kinds = ("latency_bound_s", "ttft_s", "tpot_s")
-        bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
+        bounds = {
+            kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in Bounds._fields
+        }
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
         return self.but(**tightest, classes=classes)
 
