@@ -5,31 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import zmq
 
-from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
+from benchmarks.lib.served_plans import PLANS, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked, children_of
 from tests.attack.test_grammars import PATH, costly, formatted
 from tests.fakes import eventually
 from xgpt.core.schema import ModelSpec, Plan
-from xrunner.cluster import messages as m
 
 SEVERAL = ("tp", "waa", "replicas")
 CLIENTS, PATIENCE_S = 40, 200.0
@@ -66,83 +61,6 @@ def target(
     flavour: str = request.param
     with attacked(flavour, checkpoint, tmp_path_factory.mktemp(flavour)) as running:
         yield running
-
-
-def inner_ports(target: Target) -> list[int]:
-    """All on which processes of the server listen, the endpoint's left out."""
-    found = listening(target.served.process.pid).values()
-    return sorted(port for _, port in found if port != target.address[1])
-
-
-@pytest.mark.point(3)
-@pytest.mark.long
-def test_no_port_is_open_beyond_loopback(target: Target) -> None:
-    assert {address for address, _ in listening(target.served.process.pid).values()} == {"127.0.0.1"}
-
-
-@pytest.mark.point(3)
-@pytest.mark.long
-def test_a_stranger_finds_no_store(target: Target) -> None:
-    ports = [str(port) for port in inner_ports(target)]
-    with target.felt() as felt:
-        done = subprocess.run(
-            [sys.executable, "-c", OVERWRITE_STORE, "127.0.0.1", *ports],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},
-        )
-    assert done.stdout == ""
-    assert felt.failures == []
-
-
-@pytest.mark.point(3)
-@pytest.mark.long
-@pytest.mark.parametrize("curve", [False, True])
-def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: bool) -> None:
-    """Without keys, and with other keys."""
-    context = zmq.Context()
-    try:
-        strangers = []
-        for port in inner_ports(target):
-            stranger = context.socket(zmq.DEALER)
-            if curve:
-                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                stranger.curve_serverkey, _ = zmq.curve_keypair()
-            stranger.connect(f"tcp://127.0.0.1:{port}")
-            for message in (
-                m.Hello(0, 1, os.getpid(), "tcp://127.0.0.1:1"),
-                m.StoreCall(1, 1, "set", ["default_pg/0//0//cuda//rank_0"], [b"\x80\x04"], False),
-                m.Loaded(0, 0.0, "a stranger's error"),
-                m.Prepared(0, 0, "another"),
-            ):
-                stranger.send(m.encode(message))
-            strangers.append(stranger)
-        poller = zmq.Poller()
-        for stranger in strangers:
-            poller.register(stranger, zmq.POLLIN)
-        assert poller.poll(1500) == []
-    finally:
-        context.destroy(linger=0)
-
-
-@pytest.mark.point(3)
-@pytest.mark.long
-def test_noise_at_inner_ports_does_no_harm(target: Target) -> None:
-    with target.felt() as felt, ExitStack() as opened:
-        for port in inner_ports(target):
-            for noise in (
-                b"",
-                b"\0" * 8,
-                secrets.token_bytes(64),
-                b"GET / HTTP/1.1\r\n\r\n",
-                secrets.token_bytes(1 << 16),
-            ):
-                connection = opened.enter_context(socket.create_connection(("127.0.0.1", port), 5))
-                connection.settimeout(1)
-                with contextlib.suppress(OSError):  # it has hung up
-                    connection.sendall(noise)
-    assert felt.failures == []
 
 
 def narrow(model: ModelSpec) -> Plan:
