@@ -130,7 +130,7 @@ def main() -> None:
     given = parser.parse_args()
     kinds, wrong, refused = Counter[str](), dict[int, str](), Counter[str]()
     with TemporaryDirectory() as folder:
-        number, judged = given.first, 0
+        number, judged, told = given.first, 0, 0
         while judged < given.last - given.first:
             case = draw(number, Path(folder))
             try:
@@ -145,6 +145,9 @@ def main() -> None:
                     wrong[number] = fault
                     print(f"case {number}: {fault}", flush=True)
             number += 1
+            if judged and judged % 10 == 0 and told != judged:
+                told = judged
+                print(f"{judged - len(wrong)} of {judged} agree so far", flush=True)
     for kind, count in kinds.most_common():
         print(f"{count:4d}  {kind}")
     print(f"{judged - len(wrong)} of {judged} verdicts agree with the replay; refused: {dict(refused)}")
