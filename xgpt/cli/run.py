@@ -73,7 +73,6 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.order_in_words(best)
     yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
-    yield from plan_text.log_in_words(None if planned.load is None else planned.load.log, best)
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)

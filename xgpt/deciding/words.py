@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator
+from math import ceil
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
 from xgpt.core.schema.recommendation import AtLoad, BoundKept
@@ -41,7 +42,9 @@ def _promise(found: Recommendation) -> Iterator[str]:
     else:
         yield f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if (load := best.at_load) is not None:
-        yield f"Your load: {load_in_words(load)}."
+        most = best.rate_per_s.value
+        more = f" It takes {ceil(load.rate_per_s / most)} such deployments." if 0 < most < load.rate_per_s else ""
+        yield f"Your load: {load_in_words(load)}.{more}"
     if found.gain is not None:
         yield f"{gain_in_words(found)}."
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
-from xgpt.core.load import LogLoad
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xscheduler.expression import maximised, objective_value
@@ -287,19 +285,6 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if closed:
         lines.append(f"these policies serve less, so their latency was not simulated: {', '.join(closed)}")
     return lines
-
-
-def log_in_words(load: LogLoad | None, plan: Plan) -> list[str]:
-    """Return a line that compares a log's arrival rate with the plan's rate, or nothing without a log with times."""
-    if load is None or load.busiest is None or load.rate_per_s is None:
-        return []
-    rate, mean, peak = maximised(plan), load.rate_per_s, load.busiest.rate_per_s
-    says = f"this plan sustains {rate:.4g} on {_count(plan.num_devices, 'device')}"
-    if rate < peak:
-        says = f"{says}, so {math.ceil(peak / rate)} such deployments sustain the peak"
-    elif plan.num_devices > 1 and plan.constraint.arrival_rate_per_s is None:
-        says = f"{says}; `--arrival-rate {peak:.3g} --devices auto` finds the fewest devices that sustain the peak"
-    return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest window ({load.busiest.name}); {says}"]
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
