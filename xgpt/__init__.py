@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         solve,
         tune,
         ui,
+        watch,
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
@@ -72,6 +73,7 @@ __all__ = [
     "solve",
     "tune",
     "ui",
+    "watch",
 ]
 
 

@@ -41,6 +41,7 @@ from xgpt.requests import (
     ServeFields,
     SimulateRequest,
     TuneRequest,
+    WatchRequest,
     as_plan_request,
     parse_arguments,
     plan_request,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from xgpt.calibrating import CalibratedLoads
     from xgpt.comparing.compare import Compared, OnStart
     from xgpt.core.progress import Progress
-    from xgpt.core.schema.tuning import CheckOutput, TuneOutput
+    from xgpt.core.schema.tuning import CheckOutput, TuneOutput, WatchAlarm
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Target
     from xgpt.keywords import (
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         ServeKeywords,
         SimulateKeywords,
         TuneKeywords,
+        WatchKeywords,
     )
     from xgpt.solving import Planned
     from xgpt.tuning.check import LoadToSend
@@ -624,6 +626,37 @@ def tune(
         problem = engine_problem(request, request.current, progress)
         search = Search(problem, host, Path(request.journal), resume=request.resume, seed=request.seed)
         return search.run(request.budget_s, told)
+
+
+@_takes(WatchRequest)
+def watch(
+    plan: Plan | PathLike,
+    *,
+    on_alarm: Callable[[WatchAlarm], None],
+    stop: Event | None = None,
+    **asked: Unpack[WatchKeywords],
+) -> None:
+    """Compare the metrics of a running engine with its plan until `stop` is set, and tell which assumption broke.
+
+        xgpt.watch("plan.json", engine=["http://127.0.0.1:8000"], on_alarm=lambda alarm: print(alarm.text))
+
+    Args:
+        on_alarm: called with each alarm.
+        stop: ends the watch. None means that it ends only by an exception, such as KeyboardInterrupt.
+        **asked
+
+    Raises:
+        InputError: the plan's profile is not on this machine, or an argument is not accepted.
+        MachineError: no metrics that are known are at a URL, or a command of `apply` fails.
+    """
+    from threading import Event as NewEvent
+
+    from xgpt.tuning.watch import watch
+    from xprofiler.store import profile_of
+
+    request = request_of(WatchRequest, dict(asked))
+    plan = _plan(plan)
+    watch(plan, profile_of(plan, request.profile), request, on_alarm, stop or NewEvent())
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:

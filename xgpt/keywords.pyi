@@ -298,6 +298,16 @@ class TuneKeywords(EngineRequest, total=False):
     manual: bool | None
     """Show each command and wait until you have started it and given its URL."""
 
+class WatchKeywords(OfAPlan, total=False):
+    engine: Sequence[str | PathLike[str]]
+    """URL of a replica of the engine, whose /metrics are read with the key in XGPT_API_KEY. Repeatable."""
+    look_s: float | None
+    """Seconds between two readings of the metrics."""
+    webhook: str | PathLike[str] | None
+    """Post each alarm to this URL, as a JSON document."""
+    apply: str | PathLike[str] | None
+    """Shell command that restarts a replica with new settings, in which {flags} and {url} are replaced. It runs for one replica after the other. The next one follows when the restarted one answers."""
+
 class CalibrateKeywords(OfAPlan, total=False): ...
 
 class ReplanKeywords(OfAPlan, Replanning, GrowthFields, total=False):

@@ -438,6 +438,21 @@ class OfAPlan(RequestBase):
     """Profile from which the plan was made."""
 
 
+class WatchRequest(OfAPlan):
+    """A watch over a running engine."""
+
+    group: ClassVar[str] = "Engine"
+    engine: Annotated[tuple[str, ...], Option("--engine", "URL", is_required=True)]
+    """URL of a replica of the engine, whose /metrics are read with the key in XGPT_API_KEY. Repeatable."""
+    look_s: Annotated[PositiveFloat, Option("--look", "S")] = 5.0
+    """Seconds between two readings of the metrics."""
+    webhook: Annotated[str | None, Option(metavar="URL")] = None
+    """Post each alarm to this URL, as a JSON document."""
+    apply: Annotated[str | None, Option(metavar="COMMAND")] = None
+    """Shell command that restarts a replica with new settings, in which {flags} and {url} are replaced. It runs for one
+    replica after the other. The next one follows when the restarted one answers."""
+
+
 class LoadFields(OfAPlan):
     """The requests with which a plan is simulated or measured."""
 
@@ -697,6 +712,7 @@ REQUESTS: dict[str, type[RequestBase]] = {
     "bench": BenchRequest,
     "check": CheckRequest,
     "tune": TuneRequest,
+    "watch": WatchRequest,
     "calibrate": CalibrateRequest,
     "replan": ReplanRequest,
     "report": ReportRequest,

@@ -197,6 +197,22 @@ def tune() -> None:
     """
 
 
+@options.command("watch")
+@click.argument("plan_path", metavar="PLAN.JSON")
+def watch() -> None:
+    """Compare the /metrics of a running vLLM, SGLang or Dynamo with its plan, and say which assumption broke.
+
+    Lengths, rate, reuse of prompts, and step times are compared. No request passes through this command. When lengths
+    change, it plans again, and prints the new command with its gain.
+
+    \b
+    Examples:
+      xgpt watch --engine http://127.0.0.1:8000 plan.json
+      xgpt watch --engine http://a:8000 --engine http://b:8000 plan.json --webhook http://alerts:9000/hook
+      xgpt watch --engine http://a:8000 plan.json --apply 'ssh a systemctl set-environment FLAGS="{flags}"'
+    """
+
+
 @options.command("calibrate")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.argument("measured", metavar="RESULT.JSON...", nargs=-1, required=True)

@@ -1,8 +1,9 @@
-"""Run `xgpt check` and `xgpt tune`, and print their tables."""
+"""Run `xgpt check`, `xgpt tune` and `xgpt watch`, and print their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,9 @@ from xgpt.cli import options, render
 from xgpt.cli.options import output_file, write
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
+from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.recommendation import Offer, Ranged, Recommendation
-from xgpt.core.schema.tuning import CheckOutput, TuneRun
+from xgpt.core.schema.tuning import CheckOutput, TuneRun, WatchAlarm
 from xgpt.tuning.tune import Told
 
 if TYPE_CHECKING:
@@ -118,6 +120,20 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
     render.show(
         *_advice(found.recommendation), render.table("measurements", columns, rows), f"ended: {found.ended}; {most}"
     )
+
+
+def watch(plan_path: str, **_: Any) -> None:
+    """Print each alarm as it happens."""
+
+    def tell(alarm: WatchAlarm) -> None:
+        more = "" if alarm.gain is None else f" ({100 * alarm.gain:+.0f}% requests/s)"
+        click.echo(alarm.text + (f"; {alarm.action}{more}" if alarm.action else ""))
+        if alarm.command:
+            click.echo(f"command: {alarm.command}")
+
+    stop = Event()
+    with stops_on_signal(stop):
+        api.watch(plan_path, on_alarm=tell, stop=stop, **options.given())
 
 
 def _result(run: TuneRun) -> str:

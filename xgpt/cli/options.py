@@ -26,6 +26,7 @@ FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
     "compare": "compare",
     "check": "loop",
     "tune": "loop",
+    "watch": "loop",
     "completion": "completion",
 }
 """By command: the file that runs it instead of run.py. These commands need fewer or more imports."""

@@ -303,6 +303,19 @@ def surprise(
     edges = np.unique([lengths[0] - 1, *(lengths[i] for i in at), lengths[-1]])
     edges = edges[edges < known_to]
     counted, expected = (np.diff(_below(h, edges), prepend=0.0, append=1.0) for h in (observed, planned))
+    return surprise_of_shares(counted, expected, size, planned_size)
+
+
+def shares_up_to(histogram: Histogram, edges: npt.ArrayLike) -> Array:
+    """Return the probability of a length up to each edge, beyond the edge before it. # [edges]"""
+    found: Array = np.diff(_below(histogram, edges), prepend=0.0)
+    return found
+
+
+def surprise_of_shares(counted: Array, expected: Array, size: float, planned_size: float = CERTAIN) -> float:
+    """Return the significance of the difference between counted and expected shares of the same bins, as `surprise`
+    does.
+    """
     counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums may differ from 1 by rounding
     pooled = (size * counted + planned_size * expected) / (size + planned_size)
     nats = max(0.0, size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled))

@@ -105,6 +105,28 @@ class CheckOutput(Frozen):
     """Whether to keep the settings."""
 
 
+class WatchAlarm(Frozen):
+    """An assumption of a plan that no longer holds."""
+
+    cause: Literal["input lengths", "output lengths", "rate", "reuse", "step times"]
+    """Which assumption broke."""
+    planned: float
+    """What the plan assumes: mean length in tokens, requests a second, share of reused prompt tokens, or seconds
+    between tokens."""
+    observed: float
+    """What the engine's metrics show."""
+    num_requests: NonNegativeInt
+    """Number of requests from which this was observed."""
+    text: str
+    """The same in a sentence."""
+    action: str = ""
+    """What re-planning says, if lengths changed."""
+    command: str = ""
+    """The command with better settings, or "" if there is none."""
+    gain: float | None = None
+    """Gain of these settings in requests a second, as a share."""
+
+
 class TuneOutput(Frozen):
     """What `xgpt tune` found."""
 

@@ -1,0 +1,95 @@
+"""Read the metrics of an engine's replicas, plan again when lengths change, and roll the replicas."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from threading import Event
+
+import httpx
+
+from xgpt.core.errors import InputError, MachineError, XgptError
+from xgpt.core.schema import Observation, Plan, Profile
+from xgpt.core.schema.tuning import WatchAlarm
+from xgpt.deciding.commands import engine_command
+from xgpt.observation.windows import wasserstein
+from xgpt.requests import WatchRequest
+from xgpt.tuning.engines import READY_S, split, wait_ready
+from xgpt.tuning.metrics import Page, read_page
+from xgpt.tuning.watching import Watcher
+from xscheduler.replanning.replanner import propose
+
+HOOK_S = 10.0
+
+
+def watch(
+    plan: Plan, profile: Profile, request: WatchRequest, on_alarm: Callable[[WatchAlarm], None], stop: Event
+) -> None:
+    """Compare the replicas of an engine with a plan until `stop` is set. See `xgpt.watch`."""
+    if request.apply is not None and "{flags}" not in request.apply:
+        raise InputError("apply", request.apply, "it must contain {flags}, where the engine's flags belong")
+    watchers = {url: Watcher(plan) for url in request.engine}
+    if not any(read_page(url) for url in watchers):
+        url = next(iter(watchers))
+        raise MachineError(
+            f"{url}/metrics has no metrics of vLLM, SGLang or Dynamo: start the engine, or correct the URL"
+        )
+    while not stop.is_set():
+        for url, watcher in watchers.items():
+            page: Page | None = read_page(url)
+            alarm = None if page is None else watcher.note(time.monotonic(), page)
+            if alarm is not None:
+                alarm = replanned(alarm, watcher, profile)
+                on_alarm(alarm)
+                if request.webhook is not None:
+                    post(request.webhook, alarm)
+                if request.apply is not None and alarm.command:
+                    roll(request.apply, alarm.command, list(watchers))
+        stop.wait(request.look_s)
+
+
+def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> WatchAlarm:
+    """Return an alarm about lengths with what re-planning decides. Other alarms are returned unchanged."""
+    if not alarm.cause.endswith("lengths"):
+        return alarm
+    plan, workload = watcher.plan, watcher.observed()
+    observation = Observation(
+        workload=workload,
+        num_requests=alarm.num_requests,
+        num_finished=alarm.num_requests,
+        weight=float(alarm.num_requests),
+        input_distance=wasserstein(workload.input, plan.workload.input),
+        output_distance=wasserstein(workload.output, plan.workload.output),
+    )
+    try:
+        decision, following = propose(plan, profile, observation)
+    except XgptError as error:
+        return alarm.but(action=f"planning again failed: {error}")
+    command = None if following is None else engine_command(following)
+    return alarm.but(action=decision.reason, command=command or "", gain=decision.gain if following else None)
+
+
+def post(url: str, alarm: WatchAlarm) -> None:
+    """Post an alarm. A receiver that does not answer is no reason to end the watch."""
+    try:
+        httpx.post(url, json=alarm.model_dump(mode="json"), timeout=HOOK_S, trust_env=False)
+    except httpx.HTTPError:
+        return
+
+
+def roll(template: str, command: str, urls: list[str]) -> None:
+    """Restart one replica after the other with a command's flags.
+
+    Raises:
+        MachineError: a restart fails, or a replica does not answer after it. The others keep running as they were.
+    """
+    _, words = split(shlex.split(command))
+    for url in urls:
+        text = template.replace("{flags}", shlex.join(words[3:])).replace("{url}", url)
+        done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise MachineError(f"{url} could not be restarted (exit code {done.returncode}): {last}; no other was")
+        wait_ready(url, time.monotonic() + READY_S)
