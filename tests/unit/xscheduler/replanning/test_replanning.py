@@ -30,6 +30,7 @@ from xgpt.core.schema import (
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
+from xscheduler.found import Found
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
 from xscheduler.replanning.decide import Verdict, decide, judged, loading_s, within_pins
@@ -118,13 +119,14 @@ def test_a_candidate_that_cannot_be_built_is_skipped_and_counted(monkeypatch: py
     plan = plan_of("rra", 4.0)
     reuse = ObservedReuse(share=0.5, sizes=(1000.0,), shares=(0.5,), most=0.5)
     found = observe_lengths([60] * 400, [20] * 400, plan.workload).but(reuse=reuse)
-    best = Scheduler.best
+    made = Scheduler.found
 
-    def fails_with_reuse(self: Scheduler, kinds: Sequence[str]) -> Plan:
-        made = best(self, kinds)
-        return made if self.problem.reused is None else Plan.model_validate(made.model_dump() | {"replicas": -1})
+    def fails_with_reuse(self: Scheduler, kinds: Sequence[str]) -> dict[str, Found]:
+        if self.problem.reused is not None:
+            Plan.model_validate(plan.model_dump() | {"replicas": -1})
+        return made(self, kinds)
 
-    monkeypatch.setattr(Scheduler, "best", fails_with_reuse)
+    monkeypatch.setattr(Scheduler, "found", fails_with_reuse)
     decision, _ = propose(plan, PROFILE, found)
     assert decision.num_unbuilt > 0 and decision.best is not None
 
