@@ -113,7 +113,8 @@ class Extent:
         """Return the length of `text` up to the end of the brackets, or None if they are still open. `text` begins
         with what was given before.
         """
-        while (found := _marks(self._quotes, self._quote).search(text, self.at)) is not None:
+        end = len(text) - max(overlap(text, mark) for mark in self._quotes)  # a longer quote may have begun there
+        while (found := _marks(self._quotes, self._quote).search(text, self.at, end)) is not None:
             self.at, mark = found.end(), found[0]
             if mark == self._quote:
                 self._quote = ""
@@ -125,10 +126,9 @@ class Extent:
                 self._depth += 1 if mark in "{[(" else -1
                 if self._depth <= 0:
                     return self.at
-        held = max(overlap(text, mark) for mark in self._quotes)
         if self._quote and text.endswith("\\"):
-            held = 1
-        self.at = max(self.at, len(text) - held)
+            end = len(text) - 1
+        self.at = max(self.at, end)
         return None
 
 
