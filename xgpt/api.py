@@ -547,6 +547,7 @@ def check(
 
     Args:
         target: URL of the server, or the result file of a benchmark at an arrival rate.
+        latency_bound_s: seconds from a request's arrival to its last token. None means no such bound.
         may_send: called with what will be sent. Nothing is sent if it returns False.
         progress: called with (done, total, what is being done).
         **asked
@@ -591,6 +592,7 @@ def tune(
         found.recommendation.best.processes[0].command
 
     Args:
+        latency_bound_s: seconds from a request's arrival to its last token. None means no such bound.
         told: functions that are called with each engine that starts, and with each finished measurement.
         ask: with `manual`: shows a command, and returns the URL at which the user has started it.
         progress: called with (done, total, what is being done).

@@ -188,7 +188,8 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
     """Return the latency bound, after checking that some bound is given: this one, --ttft or --tpot."""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
-    if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
+    has_plan = any(param.name == "plan" for param in context.command.params)  # whose bounds then count
+    if not (is_given or has_plan or context.resilient_parsing) and all(part is None for part in parts):
         raise click.UsageError(
             "Missing option '--latency-bound'; give it in seconds, or give --ttft or --tpot", context
         )

@@ -311,3 +311,23 @@ def test_the_problem_of_a_command_has_its_model_settings_and_engine() -> None:
     (now,) = found.settings_now
     assert (now.token_budget, now.max_batch) == (1024, 64) and found.kept == {"max-model-len": "16384"}
     assert found.problem.engine is not None and found.problem.engine.framework == "vllm"
+
+
+def test_check_of_a_plan_and_a_benchmark_through_the_command_line(tmp_path: Path) -> None:
+    """The plan has the bounds. Without a plan or a command, the error says what to give."""
+    asked = ["--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "azure-conv", "--engine", "vllm"]
+    plan, bench = tmp_path / "plan.json", tmp_path / "bench.json"
+    made = CliRunner().invoke(cli, ["plan", *asked, "--ttft", "1", "--policy", "chunked", "-o", str(plan)])
+    assert made.exit_code == 0, made.output
+    figures = {"completed": 50, "request_rate": 2.0, "request_throughput": 2.0, "mean_ttft_ms": 90, "mean_tpot_ms": 9}
+    bench.write_text(json.dumps(figures | {"total_input_tokens": 50000, "total_output_tokens": 10000}))
+    result = CliRunner().invoke(cli, ["check", str(bench), "--plan", str(plan)])
+    assert result.exit_code == 0, result.output
+    first = result.output.split()[0]
+    assert (
+        first in ("keep:", "change")
+        and "measured by this client" in result.output
+        and "fit: prefill x" in result.output
+    )
+    refused = CliRunner().invoke(cli, ["check", str(bench)])
+    assert "give the plan that the server runs" in str(refused.exception)
