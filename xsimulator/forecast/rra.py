@@ -117,6 +117,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     spanning += np.maximum(phase.boundary_deviate, 0.0) * raggedness * encoding.own_way
     carried = encode_batch * phase.share[:, 0]
     filling = pipeline.all_stages(rounds.ends[:, :, -1]) - np.maximum.reduce(stages)
+    variances = _variances(lengths)
     return Performance(
         throughput=encode_batch / cycle,
         latency=latency,
@@ -127,7 +128,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         encode_tokens=encode_batch * lengths.mean_input,
         decode_batch=carried,
         peak_requests=carried + encode_batch * (1 - lengths.survival[0]),
-        peak_variance=encode_batch * _variances(lengths)[decode_iterations - 1],
+        peak_variance=encode_batch * variances[np.minimum(decode_iterations, len(variances)) - 1],
         peak_tokens=1.1 * tokens + lengths.max_input,
         cycle=cycle,
         bubble=pipeline.bubble(work, cycle),
