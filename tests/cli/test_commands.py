@@ -488,7 +488,7 @@ def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
     command = "vllm serve llama --max-num-seqs 64 --max-num-batched-tokens 2048"
     asked = ("compare", "--latency-bound", "8", *PROBLEM, "--objective", "saturated")
     ran = xgpt(*asked, "--current", command, "-o", path)
-    assert ran.code == 0 and "requests/s within the bounds" in " ".join(ran.out.split())
+    assert ran.code == 0 and "requests/s" in " ".join(ran.out.split())
     plan = load_json(Path(path), Plan, "plan")
     assert plan.search.method == "given"
     assert (plan.policy.kind, plan.policy.max_batch, plan.policy.token_budget) == ("chunked", 64, 2048)

@@ -63,7 +63,8 @@ def load_in_words(load: AtLoad) -> str:
 
 def _reasons(found: Recommendation) -> Iterator[str]:
     if found.sizes:
-        each = [f"{size.num_devices}: {tenths(size.confidence)}" for size in found.sizes]
+        likely = [size for size in found.sizes if size.confidence >= 0.05] or found.sizes[-1:]
+        each = [f"{size.num_devices}: {tenths(size.confidence)}" for size in likely]
         yield f"Devices that hold it: {'; '.join(each)}."
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
@@ -117,7 +118,8 @@ def gain_in_words(found: Recommendation) -> str:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
     low, high = gain.factor.low, gain.factor.high
     likely = "" if low is None else f", likely {low:.2f} to {high:.2f}" if high is not None else f", at least {low:.2f}"
-    return f"{start}: {gain.factor.value:.2f} times{likely} ({gain.then:.3g} against {gain.now:.3g} {gain.unit})"
+    unit = gain.unit.replace(" within the bounds", "")
+    return f"{start}: {gain.factor.value:.2f} times{likely} ({gain.then:.3g} against {gain.now:.3g} {unit})"
 
 
 def in_words(figure: Ranged, unit: str) -> str:
