@@ -15,12 +15,8 @@ Interface of an engine in the front (`RemoteEngine`; used by one thread; only `r
     resumes, repeats                        how a lost engine's request continues: after its last token, or anew
     restart         ends the old engine, and starts a new one without requests
 
-`step` raises `EngineLost` if the engine's process has died or hangs. Every `ALIVE_S` seconds, an engine reports that it
-is alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has requests but has completed no step
-for `STEP_S`. If the operating system's kernel shows that the process is working (importing, compiling, computing, or
-waiting for processors), the limits are `BUSY_S` and `LONG_STEP_S` instead. While it starts, they are `START_SILENCE_S`
-and `START_CPU_S`. After `EngineLost`, the front restarts the
-engine on the last plan that ran, and submits each request again with the tokens that its client already has
+`step` raises `EngineLost` if the engine's process has died or hangs. After `EngineLost`, the front restarts the engine
+on the last plan that ran, and submits each request again with the tokens that its client already has
 (`xrunner.server.lasting_engine`). No request is lost, and no token is sent twice.
 
 The channel carries frames of msgpack over Unix sockets (`ends`, `messages`): one frame for each step, for any number of

@@ -27,8 +27,6 @@ _LENGTH = struct.Struct("!I")
 
 
 class _Frames:
-    """Splits a stream of bytes into frames."""
-
     def __init__(self) -> None:
         self._bytes = bytearray()
 
@@ -36,7 +34,7 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the complete frames. Raises EOFError if a frame is longer than `FRAME_BYTES`."""
+        """Raises EOFError if a frame is longer than `FRAME_BYTES`."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
@@ -107,11 +105,7 @@ class EngineEnd(Generic[T]):
 
 
 class FrontEnd(Generic[T]):
-    """The front's side of the channel. Only one thread may use it. Only `wait` blocks.
-
-    Attributes:
-        has_gone: whether the engine's end is closed.
-    """
+    """The front's side of the channel. Only one thread may use it. Only `wait` blocks."""
 
     def __init__(self, connected: socket.socket, decode: Decode[T]) -> None:
         connected.setblocking(False)
@@ -134,7 +128,6 @@ class FrontEnd(Generic[T]):
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, for at most `timeout_s`."""
         if not self._received:
             self._selector.select(timeout_s)
 
@@ -146,7 +139,6 @@ class FrontEnd(Generic[T]):
             self._write()
 
     def receive(self) -> T | None:
-        """Return the next message, or None if there is none yet."""
         if not self._received and not self.has_gone:
             for _, mask in self._selector.select(0):
                 if mask & selectors.EVENT_WRITE:
@@ -186,7 +178,7 @@ class FrontEnd(Generic[T]):
             self._selector.modify(self._socket, wanted)
 
     def close(self) -> None:
-        """Close the connection. The engine's process then ends."""
+        """The engine's process then ends."""
         self._selector.close()
         self._socket.close()
 

@@ -93,7 +93,7 @@ class EngineHost:
     """An engine at its end of a channel.
 
     Call `run` in one thread and `read` in another. Both return when the front has closed the channel, or when the
-    engine has failed. A failure is reported to the front.
+    engine has failed.
     """
 
     def __init__(self, end: EngineEnd[Down], build: Build) -> None:
@@ -109,7 +109,6 @@ class EngineHost:
         self._told = Room()
 
     def run(self) -> None:
-        """Build the engine, and execute its steps until it ends."""
         try:
             self._engine = engine = self._build(self._note)
             try:

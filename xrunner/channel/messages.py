@@ -30,8 +30,6 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Remove a request whose client has disconnected."""
-
     id: int
 
 
@@ -117,7 +115,6 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """Return the message that reports this error."""
         if isinstance(error, InputError):
             return cls(str(error), error.exit_code, (error.field, error.value, error.accepted))
         if isinstance(error, XgptError):
@@ -126,7 +123,6 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
     @property
     def error(self) -> XgptError:
-        """The error that the front raises."""
         if self.input is not None:
             return InputError(*self.input)
         return (MachineError if self.exit_code == MachineError.exit_code else XgptError)(self.reason)
@@ -141,15 +137,12 @@ def _enc_hook(value: Any) -> str:
 
 
 class _Before:
-    """Parts that a request may have in common with the next request: its prompt, its biases and its grammar."""
-
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
         self.biases: tuple[tuple[int, float], ...] = ()
         self.grammar: str | None = None
 
     def take(self, generation: Generation) -> None:
-        """Remember the parts that the next request may share with this one."""
         self.prompt = generation.prompt
         self.biases, self.grammar = generation.sampling.logit_bias, generation.sampling.grammar
 
@@ -164,7 +157,6 @@ class Shortening:
         self._before = _Before()
 
     def __call__(self, message: object) -> object:
-        """Return a message in the form in which it is sent."""
         if not isinstance(message, Submit):
             return message
         generation, before = message.generation, self._before
@@ -188,7 +180,6 @@ class DecodeDown:
         self._before = _Before()
 
     def __call__(self, content: bytes) -> Down:
-        """Return the message."""
         message = _decode_down(content)
         if isinstance(message, Submit):
             generation, before = message.generation, self._before

@@ -63,11 +63,7 @@ class KvLimits(Protocol):
 
 
 class Inside:
-    """Tracks the requests that an engine has, according to the engine's messages.
-
-    Args:
-        limits: the running plan's limits.
-    """
+    """Tracks the requests that an engine has, according to the engine's messages."""
 
     def __init__(self, limits: KvLimits) -> None:
         self.limits = limits
@@ -76,14 +72,12 @@ class Inside:
         self.running: dict[int, None] = {}
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Note that a step has started these requests."""
         for id_ in ids:
             if id_ in self.waiting:
                 del self.waiting[id_]
                 self.running[id_] = None
 
     def note(self, records: Sequence[StepRecord], tokens: Sequence[Token]) -> None:
-        """Note ended steps and their tokens."""
         for record in records:
             for id_ in record.preempted:
                 if id_ in self.running:
@@ -96,12 +90,10 @@ class Inside:
                 self.leave(token.id)
 
     def leave(self, id_: int) -> None:
-        """Forget a request that has ended or was removed."""
         self.waiting.pop(id_, None)
         self.running.pop(id_, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
         self.waiting.clear()
         self.running.clear()
         self.room = Room()
@@ -165,9 +157,7 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def is_at_work(self) -> bool:
-        """Return whether the process or one of its children is working, according to the operating system. An engine
-        with several processes sleeps while its children work.
-        """
+        """An engine with several processes sleeps while its children work."""
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
     def cpu_s(self) -> float:
@@ -178,8 +168,6 @@ class EngineProcess:
 
 
 class _Start:
-    """The silence of an engine that is starting, since its last report."""
-
     def __init__(self) -> None:
         self._moved_s = self._looked_s = time.monotonic()
         self._before_s: float | None = None
@@ -187,7 +175,7 @@ class _Start:
         self._used_s = 0.0
 
     def check(self, used_s: float) -> None:
-        """Raise EngineLost if the engine hangs. `used_s` is the processor time that it has used."""
+        """`used_s` is the processor time that it has used."""
         now_s = time.monotonic()
         if self._before_s is None:
             self._before_s = used_s
@@ -205,9 +193,7 @@ class RemoteEngine:
 
     Args:
         far_end: runs the engine. It may still be starting.
-        limits: limits on the K/V memory of one request.
         launch: starts another far end, which follows the given plan.
-        limits_of: returns the limits under a plan.
 
     Raises:
         XgptError: the engine does not start. The error is the engine's own.
@@ -228,7 +214,6 @@ class RemoteEngine:
         self._begin(far_end)
 
     def _begin(self, far_end: FarEnd) -> None:
-        """Wait until the engine accepts requests."""
         self._far_end, self._front = far_end, far_end.front
         start = _Start()
         try:
@@ -248,7 +233,7 @@ class RemoteEngine:
         self.takes_seeds, self.scores_prompts, self._resumes = ready.takes_seeds, ready.scores_prompts, ready.resumes
 
     def _receive(self) -> Ready | Alive | Began | Stepped | Rested | Followed | Refused | None:
-        """Return the next message. Raises EngineLost, or the error that the engine has reported."""
+        """Raises EngineLost, or the error that the engine has reported."""
         message = self._front.receive()
         if isinstance(message, Failed):
             raise message.error
@@ -269,7 +254,6 @@ class RemoteEngine:
 
     @property
     def is_emptying(self) -> bool:
-        """Return whether requests wait until another plan has been deployed."""
         return self.pool.room.is_emptying
 
     @property
@@ -278,7 +262,6 @@ class RemoteEngine:
         return bool(self._next)
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether a request can continue by prefilling its prompt and output so far."""
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
@@ -286,7 +269,6 @@ class RemoteEngine:
         return True
 
     def submit(self, generation: Generation) -> None:
-        """Submit a request."""
         self.pool.waiting[generation.id] = None
         self._front.send(Submit(generation))
 
@@ -296,24 +278,21 @@ class RemoteEngine:
         self._front.send(Cancel(id_))
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan as soon as possible. Raises InputError if the plan's schedule cannot be built."""
+        """Raises InputError if the plan's schedule cannot be built."""
         self._limits_of(plan)
         self._next.append(plan)
         self._front.send(Follow(plan.model_dump_json()))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `step` can do something."""
         return self._front.fileno()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, for at most `timeout_s`."""
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
         """Return the tokens of the next step that has ended, or None if no step has ended since the last call.
 
         Raises:
-            EngineLost: the process has ended, or hangs.
             XgptError: the engine has failed.
         """
         while (message := self._receive()) is not None:
@@ -344,7 +323,6 @@ class RemoteEngine:
         return None
 
     def _check_alive(self) -> None:
-        """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
         # This process itself was suspended, so it cannot tell how long the engine was silent.
         if now_s - self._looked_s > SILENCE_S / 4:
