@@ -1,5 +1,3 @@
-"""Submit the front's requests to the engine, deliver their tokens, and count how requests end."""
-
 from __future__ import annotations
 
 import asyncio
@@ -58,7 +56,6 @@ class Submission:
     """The properties that all outputs of one HTTP request have in common.
 
     Attributes:
-        inbox: receives the outputs' tokens.
         bounds: the API key's latency bounds, for goodput.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
@@ -102,7 +99,6 @@ class TokenStream:
     unwritten_s: float = 0.0
     """End of the step that sampled the oldest token that has not been written to a client."""
     seen: Seen | None = None
-    """What the watch has observed of the request."""
 
 
 class EngineClient:
@@ -115,7 +111,6 @@ class EngineClient:
             engine.
 
     Attributes:
-        remote: the engine.
         backlog: requests whose first step has not begun, according to the engine's messages.
     """
 
@@ -144,14 +139,12 @@ class EngineClient:
         )
 
     def start(self) -> None:
-        """Begin to deliver tokens, on the running event loop."""
         if self.watch is not None:
             self.watch.start(self._lasting.go_over_to, lambda: self.is_draining)
             self.remote.on_refused = self.watch.go_back
         self._lasting.start()
 
     async def stop(self) -> None:
-        """Let the current step end, prevent further steps, and close the engine."""
         if self.watch is not None:
             await self.watch.stop()
         await self._lasting.stop()
@@ -166,7 +159,6 @@ class EngineClient:
         return len(self._streams)
 
     def _return(self, plan: Plan) -> None:
-        """Adopt the plan under which an engine was restarted."""
         if self.watch is not None and self.watch.plan is not plan:
             self.watch.go_over_to(plan)
 
@@ -219,13 +211,11 @@ class EngineClient:
 
     @property
     def is_restarting(self) -> bool:
-        """Return whether the engine was lost and is being restarted. Requests wait until it runs."""
         return self._lasting.is_restarting
 
     def submit(
         self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, submission: Submission
     ) -> TokenStream:
-        """Submit a request (see `Generation`)."""
         generation = Generation(
             next(self._ids),
             prompt,
@@ -261,12 +251,11 @@ class EngineClient:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
-        """Count a request that had a deadline. Call this once it has its last token or has been removed."""
+        """Call this once it has its last token or has been removed."""
         if stream.submission.has_deadline:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
-        """End with an error a request that the engine could not continue. The other requests continue."""
         del self._streams[stream.id]
         self.backlog.leave(stream.id)
         self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
@@ -291,8 +280,8 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Note which requests start. A request starts with the step that prefills its first prompt chunk. The engine
-        reads the clock before the inbox, so a request may have been submitted just after the step's start.
+        """A request starts with the step that prefills its first prompt chunk. The engine reads the clock before the
+        inbox, so a request may have been submitted just after the step's start.
         """
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
@@ -301,7 +290,6 @@ class EngineClient:
                 self.metrics.cached_tokens.inc(first_token)
 
     def _deliver(self, tokens: list[Token], records: list[StepRecord]) -> None:
-        """Deliver a step's tokens to the inboxes of their requests."""
         metrics, now_s = self.metrics, time.perf_counter()
         start_s = min((record.start_ns / 1e9 for record in records), default=now_s)
         end_s = max((record.end_ns / 1e9 for record in records), default=now_s)
@@ -347,13 +335,11 @@ class EngineClient:
         self.backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
-        """Return what the watch has observed of a step's requests, by id."""
         ids = (*record.decode, *(chunk[0] for chunk in record.encode))
         found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
         return {id_: seen for id_, seen in found if seen is not None}
 
     def _fail(self, error: XgptError) -> None:
-        """End all requests, since the engine has failed for good."""
         self.failure = f"the engine has failed: {error}"
         self.fatal = error if isinstance(error, MachineError) else XgptError(self.failure)
         logger.error(self.failure)

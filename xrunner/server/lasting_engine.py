@@ -49,12 +49,10 @@ class Handover:
         return len(self._ledger.generations)
 
     def accept(self, generation: Generation) -> None:
-        """Keep a new request until it has ended."""
         self._ledger.generations[generation.id] = generation
         self._waiting.append(generation.id)
 
     def ready(self) -> Iterator[Generation]:
-        """Yield the requests that may be submitted to the engine now."""
         while self._waiting:
             if (generation := self._ledger.generations.get(self._waiting.popleft())) is not None:
                 yield generation
@@ -78,7 +76,6 @@ class Handover:
         return new
 
     def forget(self, id_: int) -> None:
-        """Forget a request that has ended, or whose client has disconnected."""
         self._ledger.forget(id_)
         del self._losses[id_]
         if self._tried == id_:
@@ -89,9 +86,6 @@ class Handover:
 
         If a request's output so far can be prefilled with its prompt without changing later tokens, the request
         continues from there. Otherwise the same tokens are generated again, but are not delivered twice.
-
-        Args:
-            engine: the lost engine. It decides which requests can be resumed and which must be repeated.
 
         Raises:
             MachineError: the engine was lost too often.
@@ -123,7 +117,7 @@ class Handover:
         return ended
 
     def _prepare(self, generation: Generation, engine: RemoteEngine) -> bool:
-        """Prepare a request to continue. Return False if its tokens cannot be generated again."""
+        """Return False if its tokens cannot be generated again."""
         begun = Request(
             generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output
         )
@@ -156,7 +150,6 @@ class LastingEngine:
         running: returns the plan to run. None means that a lost engine is not restarted.
         on_step: called with the tokens and the records of each step that ends, and with the last tokens of requests
             that cannot continue.
-        on_return: called with the plan on which the engine was restarted.
         on_failed: called once, when the engine has failed for good.
     """
 
@@ -187,13 +180,11 @@ class LastingEngine:
         engine.listen(self._records.append)
 
     def start(self) -> None:
-        """Begin to deliver tokens, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.engine.fileno(), self._read)
         self._looking = self._loop.create_task(self._look())
 
     async def stop(self) -> None:
-        """Let the current step end, prevent further steps, and close the engine."""
         self._end()
         if self._looking is not None:
             self._looking.cancel()
@@ -226,19 +217,16 @@ class LastingEngine:
         self._start_anew(plan, self._handover.take_back(self.engine))
 
     def submit(self, generation: Generation) -> None:
-        """Submit a request."""
         self._handover.accept(generation)
         self._hand_over()
 
     def cancel(self, id_: int) -> None:
-        """Remove a request. If it has already ended, do nothing."""
         self._handover.forget(id_)
         if not self._is_over and not self.is_restarting:
             self.engine.cancel(id_)
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Submit the requests that may be submitted to the engine now."""
         if not self._is_over and not self.is_restarting:
             for generation in self._handover.ready():
                 self.engine.submit(generation)
@@ -251,7 +239,6 @@ class LastingEngine:
                 self._read()
 
     def _read(self) -> None:
-        """Deliver the tokens of all steps that have ended."""
         try:
             for _ in range(STEPS_AT_ONCE):
                 if self._is_over or self.is_restarting or (tokens := self.engine.step()) is None:
@@ -271,7 +258,6 @@ class LastingEngine:
             self._fail(error)
 
     def _lose(self, error: MachineError) -> None:
-        """Restart a lost engine, unless it was lost too often."""
         if self._good_plan is None:
             self._fail(error)
             return

@@ -19,8 +19,6 @@ class RequestInfo:
     Attributes:
         received_s: `time.perf_counter` when the headers had arrived.
         read_s: `time.perf_counter` when the body had arrived, or 0 until then.
-        deadline_header: the value of X-Deadline-S.
-        key: rights and limits of the client.
         quota: the requests and tokens that the key may still use. None means that the request does not generate tokens.
         phases: (name, start, end) of the phases waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of the log line. They never contain a prompt. The error of a refused request may contain a

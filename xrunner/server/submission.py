@@ -54,7 +54,6 @@ class Limits:
     body_timeout_s: float = 60
 
     def __post_init__(self) -> None:
-        """Raise InputError if limits contradict each other."""
         most = self.max_max_tokens
         if most is not None and (self.default_max_tokens or 0) > most:
             raise InputError(
@@ -64,7 +63,6 @@ class Limits:
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
-        """Return the limits on the length of outputs under this plan."""
         if plan is None:
             return OutputRule(self.default_max_tokens, self.max_max_tokens)
         return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)
@@ -81,8 +79,6 @@ class CheckedPrompt:
 
 
 class Submitted(NamedTuple):
-    """An output that was submitted to the engine."""
-
     prompt: CheckedPrompt
     sampling: SamplingParams
     stream: TokenStream
@@ -124,7 +120,6 @@ class EngineOutputs:
     Attributes:
         inbox: receives the outputs' tokens, or the reason why no more will come.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
-        stop_token_ids: tokens that end an output.
         streams: the submitted outputs by id, in the order of the answer.
     """
 
@@ -192,11 +187,6 @@ class EngineOutputs:
         return submitted
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return the time that is promised for these outputs, or None if there is no promise.
-
-        Raises:
-            ApiError: 429, too many outputs are waiting, or these outputs would be complete too late.
-        """
         engine, limits = self._engine, self._limits
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None

@@ -62,7 +62,6 @@ class AllowedHosts:
 
         Args:
             scheme: scheme of the request. Behind a proxy, "http" may mean https.
-            host: value of the request's Host header.
         """
         if origin in self.origins:
             return True
@@ -90,10 +89,6 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, keys: ApiKeys | None) -> None:
-    """Refuse to listen on an address that other machines can reach if there are no keys.
-
-    Raises:
-        InputError: there are no keys. The message states what to do.
-    """
+    """Refuse to listen on an address that other machines can reach if there are no keys."""
     if keys is None and not is_loopback(host):
         raise InputError("host", host, "others could use it without a key: give `api_key_file`, or listen on 127.0.0.1")

@@ -34,9 +34,7 @@ class Key:
     """The account, limits and rights of an API key, but never the key itself.
 
     Attributes:
-        account: the key's account. It has a priority and, under load, a share of the engine.
         is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
-        requests_per_minute, tokens_per_minute: limits. None means no limit.
         answer_within_s: promised time from a request to its last token, as in `Limits`. None means the server's
             promise.
         ttft_s, tpot_s, whole_s: bounds for the goodput of this key's requests. `answer_within_s` replaces a missing
@@ -78,9 +76,6 @@ class ApiKeys:
     def read(cls, path: Path, classes: Collection[str] = ()) -> ApiKeys:
         """Return the keys of a file.
 
-        Args:
-            classes: names of the plan's classes of requests.
-
         Raises:
             InputError: the file cannot be read, or is malformed. The message never shows a key.
         """
@@ -102,7 +97,7 @@ class ApiKeys:
         return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
-        """Read the file again. If it is broken, keep the present keys. Log the result."""
+        """Read the file again. If it is broken, keep the present keys."""
         assert self.path is not None
         try:
             self._keys = _read(self.path, self._classes)
@@ -234,7 +229,6 @@ class Classes:
     """The classes of a plan's requests. A new plan has the same classes as the plan that it replaces.
 
     Args:
-        plan: the plan. None means that there are no classes.
         answer_within_s: promised time from a request to its last token, by class. See `Limits`.
 
     Raises:

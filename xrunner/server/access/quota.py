@@ -13,9 +13,6 @@ from xrunner.server.api.errors import ApiError
 class Quotas:
     """The requests and tokens that each key may use now. They are stored by the key's name, so that a change of
     settings does not reset them.
-
-    Args:
-        clock: a clock in seconds that never goes back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -104,7 +101,6 @@ class _Bucket:
 
     @property
     def _capacity(self) -> float:
-        """The capacity of one minute, but at least 1."""
         return max(1.0, self.per_minute)
 
     def _fill(self) -> None:

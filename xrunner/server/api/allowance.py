@@ -1,9 +1,4 @@
-"""Compute how many tokens a request may have, from its fields, the limits, the context and the K/V memory.
-
-A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
-the plan's quantile of output lengths. If an output exceeds its reservation while other requests need the memory, its
-request is preempted.
-"""
+"""Compute how many tokens a request may have, from its fields, the limits, the context and the K/V memory."""
 
 from __future__ import annotations
 
@@ -53,9 +48,6 @@ def check_tokens(
 ) -> Allowance:
     """Return how many tokens the output of a prompt may have.
 
-    Args:
-        capacity: number of tokens that fit into the K/V memory.
-
     Raises:
         ApiError: 400, the prompt is empty, a token is not in the vocabulary, or the request does not fit in the context
             or the K/V memory.
@@ -91,7 +83,6 @@ def check_tokens(
 
 
 def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allowance:
-    """Return the allowance, if `room` output tokens would fit."""
     if (named := request.named_output) is not None:
         if rule.most is not None and named > rule.most:
             refuse("max_tokens", f"{named} is more than this server's limit of {rule.most}; lower it")

@@ -205,7 +205,6 @@ def json_of_literals(text: str, quotes: tuple[str, ...]) -> str | None:
 
 
 def types_of(tools: Sequence[Tool]) -> dict[str, Types]:
-    """Return the types of each function's parameters, by the function's name."""
     properties = ((tool.function.name, (tool.function.parameters or {}).get("properties")) for tool in tools)
     return {
         name: {key: frozenset(_types(schema)) for key, schema in found.items()} if isinstance(found, dict) else {}
@@ -214,7 +213,6 @@ def types_of(tools: Sequence[Tool]) -> dict[str, Types]:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")

@@ -35,7 +35,6 @@ class _Template:
         takes_parts: whether the template loops over the parts of a message's content.
         knows_developer: whether the template shows messages of the role `developer`. If not, their role becomes
             `system`.
-        takes_instructions_later: whether the template shows further system messages after the first message.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -67,12 +66,10 @@ class _Template:
         return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
 
     def in_order(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, with system messages joined or relabelled for the template.
-
-        Some templates accept a system message only at the beginning, but agents send several, some of them later. For
-        such a template, the first system messages are joined. A later one is appended to the user's message before it
-        or, if there is none, becomes a user's message. Texts keep their order, so that the K/V of earlier messages can
-        be reused.
+        """Some templates accept a system message only at the beginning, but agents send several, some of them later.
+        For such a template, the first system messages are joined. A later one is appended to the user's message before
+        it or, if there is none, becomes a user's message. Texts keep their order, so that the K/V of earlier messages
+        can be reused.
         """
         if self.takes_instructions_later:
             return list(messages)
@@ -90,10 +87,7 @@ class _Template:
         return [message | {"content": _joined(contents)} for message, contents in groups]
 
     def knows(self, role: str) -> bool:
-        """Return whether the template shows messages of a role that is not one of `ROLES`.
-
-        A name that resembles one of `ROLES` counts as a mistake, unless the template itself contains the name.
-        """
+        """A name that resembles one of `ROLES` counts as a mistake, unless the template itself contains the name."""
         if role not in self._quoted:
             return self._shows_any_role and len(role) <= MAX_ROLE and not nearest(role, ROLES)
         if role not in self._known_roles:
@@ -122,12 +116,8 @@ class ChatTemplate:
     """A checkpoint's templates, rendered in a sandbox, since they come with the checkpoint and are not trusted.
 
     Args:
-        source: Jinja.
         special_tokens: texts of special tokens, by the names that the template uses (bos_token, ...).
         named: further templates by name. `tool_use` renders chats with functions.
-
-    Attributes:
-        source, tool_use: the templates of chats, and of chats with functions.
 
     Raises:
         InputError: a template is not valid Jinja.
@@ -155,7 +145,6 @@ class ChatTemplate:
             messages: messages. The content of each is a text, or a list of parts of the type `text`.
             continue_final_message: whether the prompt ends with the content of the last message, so that the model
                 continues it.
-            variables: further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, in its own words.
@@ -218,7 +207,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
 
 
 def _listed(found: object) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json by name. A template without a name is called `default`."""
+    """A template without a name is called `default`."""
     if found is None:
         return {}
     if isinstance(found, str):

@@ -77,7 +77,6 @@ def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     named = special_tokens({name: settings.get(name) for name in SPECIAL_NAMES})
     decoder = settings.get("added_tokens_decoder")

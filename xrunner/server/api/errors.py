@@ -29,7 +29,6 @@ class ApiError(Exception):
 
     Args:
         retry_after_s: seconds after which a retry may succeed. None means that a retry will not succeed.
-        headers: further headers of the response.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class OutputForm:
     """The form in which a model writes an output.
 
     Attributes:
-        calls: the format of calls.
         is_known: whether the checkpoint shows that it has this format of calls.
         marks: marks around reasoning. None means that the model shows no reasoning, or the format of calls includes
             reasoning.
@@ -61,7 +60,6 @@ class OutputForm:
         """Return the form of a checkpoint's outputs.
 
         Args:
-            template: the checkpoint's chat template.
             added: ids of the tokenizer's tokens that are not text.
             tool_template: its template for chats with functions, if that is another one.
         """
@@ -90,12 +88,7 @@ class OutputForm:
     def reader(
         self, choice: ToolChoice, most: int | None = None, types: Mapping[str, Types] | None = None
     ) -> OutputReader | None:
-        """Return a reader of one output, or None if the whole output is the answer.
-
-        Args:
-            most: largest number of calls. Further calls are left out. None means no limit.
-            types: the types of the parameters of each declared function.
-        """
+        """Return a reader of one output, or None if the whole output is the answer."""
         takes_calls = choice != "none"
         if not takes_calls and self.thought is None and not self.calls.on_channels:
             return None
@@ -143,10 +136,8 @@ class OutputForm:
         return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
     def _called(self, opening: Opening, name: str, schema: dict[str, Any]) -> str:
-        """Return the terms of a call from its opening to its closing text.
-
-        The text is divided into JSON's tokens: longer pieces could not be distinguished from the beginning of an answer
-        that is also an object.
+        """The text is divided into JSON's tokens: longer pieces could not be distinguished from the beginning of an
+        answer that is also an object.
         """
         head = opening.head.replace("%n", name) if opening.is_object else opening.filled(name)
         parts = re.findall(r'%[_-]|"[^"]*"|[^"%]', head) if opening.is_object else [head]
@@ -155,7 +146,6 @@ class OutputForm:
         return f"{before} GAP? {json_rule(schema)} {close}"
 
     def _only(self, schemas: Schemas) -> str:
-        """Return the rule `calls` for calls with their marks."""
         calls = self.calls
         opening = next((each for each in calls.openings if each.has_json), OBJECTS[0])
         called = " | ".join(self._called(opening, *each) for each in schemas.items())
@@ -245,7 +235,7 @@ class OutputForm:
 
 
 def _expression(head: str, name: str) -> str:
-    """Return a head as a regular expression in a Lark terminal. White space at its end is left out."""
+    """White space at its end is left out."""
     codes = {"%n": name, "%i": "[A-Za-z0-9]+", "%_": "[ \\n]{0,8}", "%-": "[ \\n]{0,8}"}
     return "".join(
         codes.get(piece) or re.escape(piece).replace("/", "\\/").replace("\\\n", "\\n")

@@ -75,7 +75,6 @@ class Opening:
 
     Attributes:
         head: pattern of the text from the call's beginning to its arguments.
-        close: text that ends the call.
         tags: for arguments that are parameters between tags: the tags around a value.
         quotes: for arguments that are keys and values in another notation than JSON: its quotes.
     """
@@ -94,7 +93,6 @@ class Opening:
 
     @property
     def has_json(self) -> bool:
-        """Return whether the arguments are a JSON object."""
         return self.tags is None and not self.quotes
 
     @property
@@ -122,12 +120,10 @@ class CallFormat:
     """A format of calls.
 
     Attributes:
-        families: who writes it.
         found: texts, all of which are in a chat template or among the tokens of a checkpoint with this format.
         begins: texts with which calls may begin. Without one, only calls of declared functions are recognised.
         openings: ways to begin a call after that, and to begin a further one. The first is the usual one.
         objects: if calls may be JSON objects, the names of the member with the arguments.
-        ends: texts that may follow a call.
         is_list: whether calls stand in brackets, with commas between them.
         short_ids: whether templates accept only ids of nine letters or digits.
         on_channels: whether the whole output consists of messages on channels.

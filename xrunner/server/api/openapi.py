@@ -125,9 +125,7 @@ further members.
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """Return the content of a response. `schema`: a schema or its name. `stream`: whether there are also server-sent
-    events.
-    """
+    """`schema`: a schema or its name. `stream`: whether there are also server-sent events."""
     content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
     return content | ({"text/event-stream": {"schema": {}}} if stream else {})
 
@@ -187,9 +185,6 @@ def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
 
 
 def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSpec) -> None:
-    """Add to the schemas what types do not express: the values that this model's requests accept, and the tags that may
-    be omitted.
-    """
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
     text: Json = {"type": "string", "minLength": 1}

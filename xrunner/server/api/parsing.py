@@ -87,7 +87,7 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
-    """Return the error for a client whose field has a wrong type or value. `kind`: the type of the request."""
+    """Return the error for a client whose field has a wrong type or value."""
     found = (pattern.search(str(error)) for pattern in _FIELDS)
     param = next((match[1] for match in found if match), None)
     return ApiError(400, _explained(str(error), kind), param=param)
@@ -139,7 +139,6 @@ def _alternatives(kind: Any) -> Sequence[Any]:
 
 
 def _explained(says: str, kind: Any) -> str:
-    """Return msgspec's message for clients: with the nearest known field, or in plain words for common mistakes."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
         if match[1] in VLLM_FIELDS:
             return f"{match[1]}: send a chat with structured_outputs, or with a JSON schema in response_format"
@@ -201,7 +200,6 @@ def _has_many_strings(body: Body) -> bool:
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-"""Decodes a body only far enough to find the sizes of its fields."""
 _NUMBER = re.compile(rb"-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 MAX_NUMBER = 64
 """Characters of the longest number that is read as an integer."""

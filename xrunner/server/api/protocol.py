@@ -169,7 +169,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return frozenset()
 
     def reader(self) -> OutputReader | None:
-        """Return a reader of one output, or None if the whole output is the answer."""
         return None
 
     def kept_of(self, tokens: list[int], max_context: int) -> list[int]:
@@ -195,16 +194,12 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most probable tokens to report with each output token. None means that no log probabilities are
-        reported.
-        """
+        """Number of most probable tokens to report with each output token."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to report with each prompt token. None means that no log probabilities are
-        reported.
-        """
+        """Number of most probable tokens to report with each prompt token."""
         return None
 
     @property
@@ -607,7 +602,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @cached_property
     def types(self) -> dict[str, Types]:
-        """Return the types of the parameters of each function."""
         return types_of(self.tools or ())
 
     @property
@@ -637,7 +631,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @cached_property
     def form(self) -> OutputForm:
-        """Return the form of the model's outputs. It is set once the prompt is known."""
+        """It is set once the prompt is known."""
         return OutputForm()
 
     @property

@@ -49,16 +49,8 @@ class Said(NamedTuple):
 class OutputReader:
     """Reads one output.
 
-    Attributes:
-        found: the calls so far.
-
     Args:
-        format_: the format of calls.
-        thought: the reasoning with which the output may begin.
-        takes_calls: whether function calls are extracted.
         is_call: whether the output, after reasoning, is one call's object without marks.
-        most: largest number of calls. Further calls are left out. None means no limit.
-        types: the types of the parameters of each declared function.
     """
 
     def __init__(
@@ -106,7 +98,6 @@ class OutputReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the output is within reasoning now."""
         is_reasoning = self._step == self._message and self._shows == "reasoning"
         return is_reasoning or self._step in (self._begun, self._thinking)
 
@@ -161,7 +152,6 @@ class OutputReader:
             self._go(self._answer)
 
     def _begun(self) -> None:
-        """Drop white space and further marks at the beginning."""
         self._skip_space()
         if self._held.startswith(self._mark.begin):
             self._take(len(self._mark.begin))
@@ -220,7 +210,7 @@ class OutputReader:
         return found.end() - at if found else 0
 
     def _match(self, at: int) -> tuple[Opening, re.Match[str]] | Literal["partial"] | None:
-        """Return how a call begins at this place. `partial`: more text is needed."""
+        """`partial`: more text is needed."""
         at += self._gap(at)
         for opening in self._format.openings:
             pattern = opening.pattern
@@ -334,7 +324,6 @@ class OutputReader:
             self._num_parameters += 1
 
     def _between(self) -> None:
-        """Drop what may follow a call, up to a further call or text."""
         rest = self._held.lstrip()
         self._space.append(self._take(len(self._held) - len(rest)))
         has_more = self._opening.is_object and "}" in self._expected

@@ -27,8 +27,6 @@ class NotText(ValueError):
 
 
 class _Process:
-    """A process that renders one template at a time."""
-
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(sandbox.__file__))],
@@ -50,12 +48,6 @@ class _Process:
         return self._process.poll() is not None
 
     def ask(self, content: bytes, seconds: float) -> dict[str, Any]:
-        """Return the process's answer. If it takes too long, kill the process.
-
-        Raises:
-            TimeoutError: the process took too long.
-            EOFError: the process has ended.
-        """
         is_late = threading.Event()
 
         def end() -> None:

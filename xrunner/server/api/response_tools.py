@@ -102,9 +102,6 @@ class Toolbox:
 
     Attributes:
         declared: the tools that are used, as the request declares them.
-        functions: the chat's functions.
-        choice: the chat's `tool_choice`.
-        calls: writer of function calls.
 
     Raises:
         ApiError: 400, a tool is not supported.

@@ -144,7 +144,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def _messages(items: str | list[Item]) -> list[ChatMessage]:
-    """Return the chat messages of these items. Reasoning and calls become part of an assistant message."""
+    """Reasoning and calls become part of an assistant message."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -366,7 +366,7 @@ def _status(finish: str | None) -> str:
 
 
 def _ended(kind: Kind, text: str, *, is_cut: bool) -> str:
-    """Return the status of the last item. Agents run calls that are completed, so a call that was cut off is not."""
+    """Agents run calls that are completed, so a call that was cut off is not."""
     if is_cut and kind == "call":
         try:
             msgspec.json.decode(text)

@@ -37,7 +37,6 @@ class TextCodec:
     """A checkpoint's tokenizer, and its chat template if it has one.
 
     Attributes:
-        form: the form of the model's outputs: reasoning, function calls.
         eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer has
             none.
         added: ids of the tokens that are not text. A model may write them anywhere.
@@ -85,11 +84,7 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
 
 
 def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Encode a text as a check: some tokenizers can be read but fail at every text.
-
-    Raises:
-        InputError: the tokenizer fails.
-    """
+    """Encode a text as a check: some tokenizers can be read but fail at every text."""
     try:
         for add_special_tokens in (False, True):
             tokenizer.decode(tokenizer.encode("Hello, world", add_special_tokens=add_special_tokens).ids)
@@ -162,7 +157,6 @@ class Detokenizer:
         """Number of tokens since text was returned."""
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes."""
         # Hidden tokens are removed before decoding: a window with only such tokens would be decoded like the beginning
         # of a text.
         if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
@@ -264,7 +258,6 @@ class ServedModel:
     Attributes:
         names: the model's names. A request must give one of them.
         codec: the tokenizer. None means that prompts are token ids only, and answers have no text.
-        eos_token_ids: tokens that end an output.
         grammars: compiler of grammars for outputs. None means that there is no tokenizer, or the engine does not
             support grammars.
         sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).

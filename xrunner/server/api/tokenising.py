@@ -76,9 +76,6 @@ class Tokenising:
         return await self.by_turns(account, len(text), encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode a text in a thread. Raise TooLong if the text does not fit the context. For a text that is far longer,
-        encoding its beginning is enough to know.
-        """
         length = FIRST_LOOK * self._max_context
         while length < len(text):
             # Cutting may change a few tokens at the cut, but far fewer than fit into the context.

@@ -32,8 +32,6 @@ class Translated:
     """A request of another API.
 
     Attributes:
-        chat: the chat into which the request is translated.
-        writer: writes the answer in the API's format.
         names: the API's names for the chat's fields, for error messages.
     """
 

@@ -58,16 +58,13 @@ class Delta:
     logprobs: LogprobsJson | None = None
     is_first: bool = False
     calls: Sequence[CallPiece] = ()
-    """The pieces that the token adds to calls of functions."""
     may_wait: bool = False
     """Whether the token may be sent with the next chunk if it adds no text to send. This is so if a call may begin
     here.
     """
     reasoning: str = ""
     is_reasoning: bool = False
-    """Whether the token is part of the reasoning."""
     stopped_at: str | None = None
-    """The stop string that ends the choice."""
 
 
 class PromptTokens(NamedTuple):
@@ -113,7 +110,6 @@ class Writer(AnswerWriter):
     """Writes completions and chats in OpenAI's format. Most bytes of a stream's chunks are the same in every chunk.
 
     Args:
-        include_usage: whether a stream ends with its usage.
         continuous: whether each chunk has the usage so far.
     """
 
@@ -167,8 +163,8 @@ class Writer(AnswerWriter):
         num_tokens: int,
         tokens: Sequence[int] | None = None,
     ) -> bytes:
-        """Return a chunk. Its tokens are `tokens` or, if that is None, the token of this delta and the tokens of
-        earlier deltas that had no text to show.
+        """Its tokens are `tokens` or, if that is None, the token of this delta and the tokens of earlier deltas that
+        had no text to show.
         """
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
@@ -284,7 +280,6 @@ class ChatWriter(Writer):
 
 
 def scored_token(report: TokenReport) -> dict[str, Any]:
-    """Return a token of a chat with its log probability, and the most probable tokens with theirs."""
     top = [_entry(*pair) for pair in report.top]
     assert report.logprob is not None, "of a chat's prompt nothing is reported"
     return _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}
@@ -299,7 +294,6 @@ def _with_chosen(report: TokenReport) -> dict[str, float]:
 
 
 def _call(piece: CallPiece) -> dict[str, Any]:
-    """Return a chunk's entry for a call. The first piece has the name and id, and later pieces only arguments."""
     function = {"arguments": piece.arguments}
     if piece.name is None:
         return {"index": piece.number, "function": function}

@@ -59,7 +59,6 @@ class Outputs(EngineOutputs):
         return list(self._choices.values())
 
     def submit(self) -> list[Submitted]:
-        """Submit either all choices to the engine or none. Raises ApiError."""
         submitted = super().submit()
         for prompt, sampling, stream in submitted:
             self._choices[stream.id] = Choice(
@@ -108,17 +107,12 @@ class Outputs(EngineOutputs):
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
-        """Pass the log probabilities of a prompt's tokens to its choice, a few at a time."""
         for start in range(0, len(scores), TOKENS_AT_ONCE):
             choice.echo(scores[start : start + TOKENS_AT_ONCE])
             await asyncio.sleep(0)
 
     def settle(self, left: str) -> None:
-        """Record the answer's fields for the log line, and count its tokens against the key's limits.
-
-        Args:
-            left: the reason why unfinished outputs were removed.
-        """
+        """Record the answer's fields for the log line, and count its tokens against the key's limits."""
         log = self._info.log
         self._prompt_tokens = None
         log["prompt_tokens"] = self._num_prompt_tokens
@@ -140,7 +134,6 @@ class Outputs(EngineOutputs):
 
     @property
     def _num_output_tokens(self) -> int:
-        """Output tokens so far."""
         return sum(choice.num_tokens for choice in self._choices.values())
 
     @property
@@ -159,9 +152,7 @@ class Outputs(EngineOutputs):
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, start and end of the phases waiting, encoding (prefill) and decoding. Each lasts from its start
-        in the first choice to its end in the last choice.
-        """
+        """Each lasts from its start in the first choice to its end in the last choice."""
         now_s = time.perf_counter()
         times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self.streams.values()]
         edges = list(zip(*times, strict=True))  # 0 means that the event has not happened
@@ -240,7 +231,6 @@ class Answer(Response):
             outputs.settle(left)
 
     async def _break_off(self, left: str, error: ApiError, *ends: asyncio.Future[None]) -> None:
-        """Remove the outputs from the engine, and send the reason to the client if it is still reading."""
         self._outputs.take_out(left)
         self._outputs.inbox.put_nowait(error)
         await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
@@ -277,8 +267,8 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events. The headers are sent with the first token, so that a failure before the first token can still be
-        answered with an error's status.
+        """The headers are sent with the first token, so that a failure before the first token can still be answered
+        with an error's status.
 
         After `HEAD_S` without a token, the headers are sent anyway, because proxies and clients close silent
         connections.
@@ -323,9 +313,6 @@ class Answer(Response):
                 await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
-        """Return the first tokens, or the reason why there are none. Meanwhile, send the headers after `HEAD_S`, and
-        then comments.
-        """
         getting = asyncio.ensure_future(self._outputs.inbox.get())
         try:
             while not getting.done():

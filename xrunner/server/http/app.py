@@ -52,9 +52,7 @@ def create_app(
 
     Args:
         keys: API keys. None means that requests need no key.
-        classes: the plan's classes of requests. None means no classes.
         hosts: host names by which requests may address this server. None means any.
-        tracer: records requests that have ended. None means that requests are not recorded.
     """
     service = Service(engine, model, limits or Limits())
     count = engine.metrics.note_answer
@@ -76,7 +74,6 @@ def create_app(
 
 
 def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) -> Starlette:
-    """Return an app that reports errors in OpenAI's format."""
     handlers = {ApiError: _refuse, HTTPException: _refuse, RecursionError: _refuse, ClientDisconnect: _say_nothing}
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -99,7 +96,6 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) ->
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
-    """Read the key file again on SIGHUP, if the app runs in its process's main thread."""
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
@@ -125,7 +121,6 @@ async def _refuse(http: Request, error: Exception) -> Response:
 
 
 def _no_route(http: Request, error: HTTPException) -> str:
-    """Return the message for a path or method that does not exist, with the nearest path that exists."""
     path = http.scope["path"][:MAX_PATH_SHOWN]
     says = f"there is no {http.method} {path}"
     if error.status_code == 405:
@@ -142,9 +137,7 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Return a GET route. `value_of` returns its value, or an awaitable. Bytes are sent unchanged, other values as
-    JSON.
-    """
+    """Bytes are sent unchanged, other values as JSON."""
 
     async def show(http: Request) -> Response:
         value = value_of(http)
@@ -157,12 +150,10 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 
 
 def _warning(engine: EngineClient) -> str | None:
-    """Return a warning for clients about the model's weights, or None if there is none."""
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
 def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
-    """Yield the routes about the model."""
     warning = _warning(engine)
     now_s, context = int(time.time()), model.spec.max_context
     card = {"object": "model", "created": now_s, "owned_by": "xgpt", "max_model_len": context}
@@ -186,8 +177,6 @@ def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
 
 
 def _state_routes(engine: EngineClient) -> Iterator[Route]:
-    """Yield the routes about the server's state, for any engine."""
-
     def health(_: Request) -> dict[str, str]:
         if engine.failure is not None:
             raise ApiError(503, engine.failure)
@@ -208,7 +197,6 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
 
 
 def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
-    """Yield the routes about the plan. There are none if no plan is served."""
     live, watch = engine.live, engine.watch
     if live is None or watch is None:
         return

@@ -49,7 +49,6 @@ class Budget:
             del self._taken[account]
 
     def total(self) -> int:
-        """Return the counted bytes."""
         return self._taken.total()
 
 
@@ -76,7 +75,6 @@ class RequestMemory:
         self.set(num_bytes)
 
     def free(self) -> None:
-        """Stop counting the request's bytes."""
         if self._counted > LONG_BYTES:
             give_back_soon()
         self._budget.change(self._account, -self._counted)

@@ -1,5 +1,3 @@
-"""Limit the number of connections, and the time of each. If there are too many, choose one to close."""
-
 from __future__ import annotations
 
 import asyncio
@@ -352,7 +350,6 @@ class Protocol(H11Protocol):
         self._note_phase()
 
     def end_if_overdue(self) -> None:
-        """Close the connection if a time limit has passed. This is called regularly."""
         now = self._now()
         if not (self.transport.is_closing() or self._has_unread_body):
             self._resting_since = None
@@ -367,8 +364,8 @@ class Protocol(H11Protocol):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Close the connection at once. If the client has not read all, reset the connection, so that the operating
-        system does not hold up to 4 MB until the client reads or has gone.
+        """If the client has not read all, reset the connection, so that the operating system does not hold up to 4 MB
+        until the client reads or has gone.
         """
         if self._stalled_since is not None:
             opened = self.transport.get_extra_info("socket")
@@ -430,7 +427,6 @@ class Protocol(H11Protocol):
 
     @property
     def _is_at_rest(self) -> bool:
-        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property

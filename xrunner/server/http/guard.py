@@ -52,9 +52,7 @@ class Guard:
 
     Args:
         keys: API keys. None means that clients need no key.
-        classes: the plan's classes of requests.
         hosts: accepted host names. None means all (in tests, and behind a proxy that checks names).
-        tracer: records requests. None means that requests are not recorded.
         on_answer: called with the status of each response, or 0 if the client had left.
     """
 

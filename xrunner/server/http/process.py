@@ -142,7 +142,6 @@ class GuardedServer(uvicorn.Server):
         self._looking.cancel()
 
     async def _end_overdue(self) -> None:
-        """Close overdue connections until the server has shut down."""
         while True:
             for connection in tuple(self.server_state.connections):
                 assert isinstance(connection, Protocol)
@@ -198,14 +197,12 @@ class Server(GuardedServer):
         super().handle_exit(sig, frame)
 
     async def _leave(self) -> None:
-        """Keep serving until the shutdown delay is over. Only /ready has changed."""
         self._app.state.is_leaving = True
         end_s = time.monotonic() + self._shutdown_delay_s
         while not self.force_exit and self._engine.failure is None and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, TICK_S))
 
     async def _drain(self) -> None:
-        """Let running requests finish while new ones, and /ready, are answered with 503."""
         self._engine.drain()
         end_s, num_requests = time.monotonic() + self._drain_s, self._engine.num_requests
         logger.info("draining %d requests, up to %g s; a second signal ends them at once", num_requests, self._drain_s)

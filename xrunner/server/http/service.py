@@ -69,9 +69,7 @@ MAX_KEY = 60
 
 
 def _first_line(reason: str) -> str:
-    """Return a compiler's reason without the grammar and the position in it.
-
-    A reason about a regular expression has several lines: what failed, the expression, a line of marks, and "error:
+    """A reason about a regular expression has several lines: what failed, the expression, a line of marks, and "error:
     why".
     """
     said, *more = re.sub(r"^at \d+\(\d+\): ", "", reason.strip()).split("\n")
@@ -95,7 +93,6 @@ def _num_optional(schema: Any) -> int:
 
 
 def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas directly within a JSON schema, with their paths."""
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
             yield from (
@@ -122,7 +119,6 @@ class Service:
 
     @property
     def posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Return the functions that answer POST requests, by path."""
         return {
             "/v1/completions": partial(self._generate, parse_completion, self._complete),
             "/v1/chat/completions": partial(self._generate, parse_chat, self._chat),
@@ -152,7 +148,7 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Count a request against its key's limits, and read it. Its memory is counted until the block ends."""
+        """Its memory is counted until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))
@@ -162,7 +158,6 @@ class Service:
             memory.free()
 
     def _begin(self, http: Request) -> RequestInfo:
-        """Count a request against its key's limits. Raise ApiError (429) if it exceeds them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
         return info
@@ -216,7 +211,6 @@ class Service:
         return self._answer(http, request, checked, writer or ChatWriter.of(request), memory)
 
     async def _render(self, info: RequestInfo, request: ChatRequest) -> tuple[str, list[int]]:
-        """Return a chat's prompt, and the prompt's tokens. Raises ApiError (400)."""
         tools = request.tools if request.chosen_tools != "none" else None
         return await self._prompts.render(
             info,
@@ -229,7 +223,6 @@ class Service:
         )
 
     async def _count(self, http: Request) -> Response:
-        """Return the number of tokens in the prompt of an Anthropic message."""
         async with self._read(http, parse_count) as (info, request):
             try:
                 self._check(request.chat)
@@ -239,7 +232,6 @@ class Service:
         return _json({"input_tokens": len(tokens)})
 
     async def _tokenize(self, http: Request) -> Response:
-        """Return the token ids of a text or a chat."""
         async with self._read(http, parse_tokenize) as (info, request):
             if request.messages is not None:
                 _, tokens = await self._prompts.render(
@@ -259,7 +251,6 @@ class Service:
         return _json(answer)
 
     async def _detokenize(self, http: Request) -> Response:
-        """Return the text of token ids."""
         async with self._read(http, parse_detokenize) as (info, request):
             tokens = request.tokens
         if self._codec is None:
@@ -285,7 +276,7 @@ class Service:
         check_support(request, self._model, self._engine)
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
-        """Refuse grammars that outputs cannot follow. An engine without grammars leaves optional calls free."""
+        """An engine without grammars leaves optional calls free."""
         try:
             grammar = request.grammar
             for held in filter(None, (request.format_field, "tools")):
@@ -325,7 +316,6 @@ class Service:
         return found
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
-        """Return the reason why outputs cannot follow a grammar, or None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
             return (
                 "this server cannot follow grammars, because the model has no tokenizer or runs in vLLM; leave it out"

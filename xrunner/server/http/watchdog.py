@@ -71,7 +71,6 @@ class Watchdog(threading.Thread):
         self._beat()
 
     async def report(self) -> None:
-        """Report regularly that the loop runs, until the task is cancelled."""
         try:
             while True:
                 self._beat()

@@ -54,7 +54,6 @@ class Backlog:
         """Factor by which `answer_s` is multiplied before it is promised (see `note_answer`)."""
 
     def __len__(self) -> int:
-        """Return the number of waiting requests."""
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
@@ -73,11 +72,9 @@ class Backlog:
         return self._counts[account.name] + num_outputs <= most * account.share / (shares + account.share)
 
     def leave(self, id_: int) -> None:
-        """Remove a request, if it is waiting."""
         self._take(id_)
 
     def clear(self) -> None:
-        """Forget all waiting requests."""
         self._waiting.clear()
         self._counts.clear()
 
@@ -134,7 +131,6 @@ class Backlog:
 
         Args:
             slowness: measured time of steps divided by predicted time.
-            entered: requests that the current step admits.
         """
         estimate = plan.estimate
         if not estimate.predicts_rate:
@@ -188,11 +184,7 @@ def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) ->
 
 
 class _Phase(NamedTuple):
-    """A phase: a step that admits requests, and the following steps that admit none.
-
-    Attributes:
-        num_tokens: prompt tokens admitted.
-    """
+    """A phase: a step that admits requests, and the following steps that admit none."""
 
     start_s: float
     num_tokens: int

@@ -34,13 +34,11 @@ class Live:
         self._start_s = time.perf_counter()
 
     async def run(self) -> None:
-        """Record the present figures every two seconds, until cancelled."""
         while True:
             self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
             await asyncio.sleep(SAMPLE_S)
 
     async def plan(self) -> dict[str, Any]:
-        """Return the running plan, and the observed requests and pace."""
         plan = self._watch.plan
         observation = await self._watch.observation()
         return {

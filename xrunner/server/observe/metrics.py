@@ -173,11 +173,9 @@ class Metrics:
         Gauge(name, text, registry=self._registry).set_function(read)
 
     def families(self) -> list[Metric]:
-        """Return all metrics with their present values, by name."""
         return sorted(self._registry.collect(), key=lambda family: family.name)
 
     def tell_lost_steps(self, read: Callable[[], float]) -> None:
-        """Export the number of steps that could not be written to the step log."""
         self._gauge(
             "xgpt_step_log_lost",
             "Number of steps that are missing in the step log, because writing it failed.",
@@ -195,7 +193,6 @@ class Metrics:
             self.utility.inc(1 / prompt_tokens)
 
     def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
-        """Count an ended request of an account."""
         for name, tokens in ((account.key, self._accounts), (account.of_class, self._class_tokens)):
             if name:
                 tokens.labels(name, "prompt").inc(prompt_tokens)
@@ -225,7 +222,6 @@ class Metrics:
         return _goodput(self._bounds)
 
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
-        """Return, for each class of requests, how many requests kept the class's bounds and how many did not."""
         return _goodput(self._class_bounds)
 
     async def render(self) -> bytes:
@@ -252,8 +248,6 @@ def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
 
 
 class _Processes(Collector):
-    """Exports the sent bytes and the busy seconds of each process, if the plan is for several devices."""
-
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
 

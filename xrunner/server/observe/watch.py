@@ -53,7 +53,6 @@ class Recent:
         self._ended: deque[tuple[float, Ended]] = deque(maxlen=8192)
 
     def end(self, request: Ended) -> None:
-        """Note a request that has ended now."""
         self._ended.append((time.perf_counter(), request))
 
     def rate_per_s(self) -> float | None:
@@ -62,9 +61,7 @@ class Recent:
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the live page's figures. If no request has ended recently, quantiles, shares and the request rate are
-        None.
-        """
+        """If no request has ended recently, quantiles, shares and the request rate are None."""
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]
@@ -79,9 +76,7 @@ class Recent:
         }
 
     def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago. Return the length in seconds, at least `LEAST_S`, of the
-        period in which the others ended.
-        """
+        """Return the length in seconds, at least `LEAST_S`, of the period in which the others ended."""
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
             self._ended.popleft()
@@ -145,7 +140,6 @@ class Watch:
         """Begin to watch.
 
         Args:
-            apply: makes the engine adopt another plan.
             is_draining: returns whether the server is draining. If so, the plan does not change.
         """
         self._apply, self._is_draining = apply, is_draining
@@ -160,7 +154,6 @@ class Watch:
 
     @property
     def plan(self) -> Plan:
-        """The running plan."""
         return self._observer.plan
 
     @property
@@ -184,7 +177,6 @@ class Watch:
 
     @property
     def arrival_rate_per_s(self) -> float:
-        """Number of requests that arrive per second now."""
         return self._observer.window.arrival_rate_per_s(time.perf_counter())
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
@@ -226,7 +218,6 @@ class Watch:
         self._look()
 
     async def _record_pace(self) -> None:
-        """Record the current pace for later plans on this machine."""
         self._recorded_s, slowdown = time.perf_counter(), self._observer.slowdown
         if slowdown is not None and self._observer.pace.is_known:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
@@ -265,7 +256,6 @@ class Watch:
             return (await planner.propose(self.plan, observation)).decision
 
     def go_over_to(self, plan: Plan) -> None:
-        """Replace the running plan."""
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
@@ -300,9 +290,6 @@ class Watch:
         self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
-        """If lengths, pace or another observation has changed, let the planner judge the running plan, and follow its
-        decision.
-        """
         observation, begin_s = None, time.perf_counter()
         try:
             observation = await asyncio.to_thread(self._observer.look, now)
@@ -339,7 +326,7 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     def _go_over(self, plan: Plan) -> None:
-        """Make the engine adopt another plan. The engine may refuse later."""
+        """The engine may refuse later."""
         assert self._apply is not None
         self._apply(plan)
         self._before = self.plan
