@@ -29,6 +29,10 @@ REQUESTS, MOST_REQUESTS = 200, 1000
 ROUNDS = 6
 """Largest number of iterations of the fit."""
 SHIFT = 4.0
+MOST_PATH_S = 0.5
+"""Longest fitted time of a request outside the engine's loop. A longer one is a queue, which no parameter describes: a
+load below saturation shows it.
+"""
 NEARNESS = 0.003
 """Weight of the distance from the profile's values, relative to the weight of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
@@ -107,6 +111,11 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
     pace, step_s, path_s = _fit(plan, profile, fitted_to)
     changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
     last = [predicted(changed_plan, changed, load) for load in loads]
+    judged = [i for i, is_used in enumerate(used) if not is_used] or list(range(len(loads)))
+    if _off([last[i] for i in judged], [loads[i] for i in judged]) >= _off(
+        [first[i] for i in judged], [loads[i] for i in judged]
+    ):  # the profile was already good: a fit to noise would make it worse
+        (pace, step_s, path_s), changed_plan, changed, last = (1.0, 0.0, 0.0), plan, profile, first
     results = [
         CalibratedLoadOutput(
             source=load.source,
@@ -120,6 +129,11 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
     output = CalibrateOutput(pace=pace, step_s=step_s, path_s=path_s, loads=tuple(results))
     assert changed_plan.engine is not None
     return CalibratedLoads(changed, changed_plan.engine, output)
+
+
+def _off(found: Sequence[Figures], loads: Sequence[MeasuredLoad]) -> float:
+    """Return the mean absolute logarithmic error of figures."""
+    return float(np.mean([np.abs(np.log(np.divide(a, load.figures))) for a, load in zip(found, loads, strict=True)]))
 
 
 def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
@@ -149,7 +163,7 @@ def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, 
         return np.asarray([*off, *(NEARNESS * values)])
 
     pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))
-    lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, 1.0)
+    lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, min(1.0, MOST_PATH_S / first_s))
     start = np.clip((pace, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
     # The optimiser's step sizes are proportional to the variables, so the variables are shifted away from 0.
     bounds = np.add(lowest, SHIFT), np.add(highest, SHIFT)

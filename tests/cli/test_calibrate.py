@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
-from xgpt.calibrating import read_loads, slowed, with_path
+from xgpt.calibrating import predicted, read_loads, slowed, with_path
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Profile
@@ -186,3 +186,17 @@ def test_a_missing_field_of_a_result_is_named(tmp_path: Path, missing: str) -> N
 def test_a_result_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"it cannot be read: No such file or directory; check the path$"):
         read_loads(tmp_path / "nope.json")
+
+
+def test_a_queue_is_no_time_of_a_request_and_a_good_profile_is_left_alone(
+    xgpt: Xgpt, tmp_path: Path, plan: Path
+) -> None:
+    """An overloaded server keeps requests waiting for ten seconds; another one does exactly what was predicted."""
+    overloaded = written(tmp_path / "queue.json", vllm(16, 1.0, 10.0, 0.02))
+    found = json.loads(xgpt("calibrate", str(plan), str(overloaded), "--json").out)
+    assert found["path_s"] <= 0.5
+    (load,) = read_loads(written(tmp_path / "lengths.json", vllm(4, 1.0, 1.0, 1.0)))
+    made = load_json(plan, Plan, "plan")
+    as_said = vllm(4, *predicted(made, profile_of(made, None), load))
+    found = json.loads(xgpt("calibrate", str(plan), str(written(tmp_path / "good.json", as_said)), "--json").out)
+    assert (found["pace"], found["step_s"], found["path_s"]) == (1.0, 0.0, 0.0)
