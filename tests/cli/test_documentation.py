@@ -42,6 +42,7 @@ NOT_RUN = {
     r"export XGPT_VLLM_PYTHON|xgpt \w+ .*(--engine vllm -o|vllm\.json)": "needs vLLM: tests/vllm",
     r".*--import-from aiconfigurator": "needs the tables: tests/unit/xprofiler/test_imported.py",
     r"xgpt compare .*--measure": "measures each policy for minutes: a load like that of `xgpt bench`",
+    r"xgpt (check|tune|watch) ": "needs a running engine: tests/unit/xgpt/test_tuning.py and test_watching.py",
     r"xgpt ui$": "runs until it is stopped: tests/unit/xgpt/exploring",
     r"eval |xgpt completion fish >": "changes the shell: tests/cli/test_help.py",
     r"(ANTHROPIC|OPENAI)_BASE_URL=": "variables of others' clients: tests/clients",
