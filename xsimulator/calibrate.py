@@ -42,7 +42,6 @@ class Steps:
 
     Attributes:
         parts: predicted seconds of each part. # [steps, PARTS]
-        seconds: measured seconds. # [steps]
         first_request: the lowest id among a step's requests.
     """
 
@@ -75,9 +74,6 @@ def steps_of(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> St
 
 def calibrate(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
     """Fit a profile to the steps of the first half of the requests. Compute its error on the steps of the second half.
-
-    Returns:
-        The corrected profile, and its errors before and after the correction.
 
     Raises:
         InputError: `log` has too few steps, or a replica of `plan` has several devices.
@@ -129,7 +125,6 @@ def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which steps are not outliers. Steps that encode and other steps are judged separately."""
     keep = np.ones(len(residual), bool)
     for kind in (encodes, ~encodes):
         if kind.any():

@@ -1,9 +1,8 @@
 """Find by simulation the highest arrival rate at which a plan keeps its bounds, waiting included.
 
 Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and with the same gaps,
-scaled to the rate (common random numbers). So results differ because of the rate and not because of chance. One replica
-is simulated with its share of the arrivals. A run ends as soon as more requests have broken their bounds than the
-quantile allows.
+scaled to the rate (common random numbers). One replica is simulated with its share of the arrivals. A run ends as soon
+as more requests have broken their bounds than the quantile allows.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class _Drawn(NamedTuple):
     """Requests that arrive at one replica, one a second on average. # [requests] each
 
     Attributes:
-        inputs, outputs: numbers of prompt and output tokens.
         decoded: `outputs` or, with a draft, the lengths with which outputs are simulated
             (`xsimulator.lengths.decoded`).
     """
@@ -67,7 +65,6 @@ class _Drawn(NamedTuple):
 def _drawn(
     workload: Workload, speculation: Speculation | None, burstiness: float, num_requests: int, seed: int
 ) -> _Drawn:
-    """Draw requests. The result is cached, since a search simulates many plans with the same requests."""
     rng = np.random.default_rng(seed)
     inputs, outputs = sample(workload, num_requests, rng)
     steps = decoded(outputs, speculation, rng)
@@ -146,7 +143,6 @@ class Trial:
         return RequestTimes.of_ns(arrived, first, end, self._drawn.outputs[counted]).later(path_s)
 
     def stream(self, rate: float) -> Stream:
-        """Return the requests of one replica if `rate` requests a second arrive at all replicas together."""
         drawn = self._drawn
         arrivals_ns = (drawn.arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
         return Stream(drawn.inputs, drawn.decoded, self._longest, arrivals_ns, self._cached, drawn.outputs)
@@ -192,17 +188,14 @@ def run_of(
 
 
 class CapacitySearch:
-    """Searches for the highest arrival rate at which a plan keeps its bounds. Results of all simulated rates are
-    cached.
+    """Searches for the highest arrival rate at which a plan keeps its bounds.
 
     Args:
-        predicted: the closed form's rate. The search begins there.
         most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation. Above
             saturated throughput the queue grows without limit, although a run may end before the bounds are broken.
         least_requests: see `Trial`.
 
     Attributes:
-        predicted: the closed form's rate.
         precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken.
     """
 
@@ -229,7 +222,7 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept. It is 0 if the bounds are broken even at a tenth of saturated
+        """The highest rate at which the bounds are kept. It is 0 if the bounds are broken at a tenth of saturated
         throughput.
         """
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
@@ -239,9 +232,7 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the excess at a rate: the largest quantile of time / bound over all goals, headroom included, or
-        infinite if it exceeds `far`.
-        """
+        """Return the excess at a rate, headroom included, or infinite if it exceeds `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
@@ -249,8 +240,7 @@ class CapacitySearch:
 
         Args:
             edges: whether to also return the rates under slightly tighter and looser bounds. For a plan with slack they
-                are never computed: its steps use most of the bounds, so nearly all requests would be late under tighter
-                ones.
+                are never computed.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
@@ -269,7 +259,6 @@ class CapacitySearch:
 
     @cached_property
     def _most(self) -> float:
-        """A rate at which the bounds are broken."""
         if self._trial.is_far:  # a growing queue would break so loose a bound only after a very long run
             return min(self._promised, self._trial.saturated())
         return self._promised
@@ -287,9 +276,6 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return the excess at a rate: the largest quantile of time / bound over all goals, or infinite if it exceeds
-        `slack`.
-        """
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -322,7 +308,6 @@ class CapacitySearch:
             self._excess_at(rate, KNOWN_BEYOND * slack)
 
     def _between(self, low: float, high: float, slack: float, step: float, precision: float, *, bisect: bool) -> float:
-        """Return the next rate to simulate, between `low` and `high`."""
         if not low:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
@@ -340,11 +325,9 @@ class CapacitySearch:
 def capacity(
     plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
 ) -> Capacity | None:
-    """Return the highest arrival rate at which a plan keeps its bounds in simulation, or None if the plan has no
-    bounds.
+    """Return the highest arrival rate at which a plan keeps its bounds in simulation.
 
     Args:
-        predicted: the closed form's rate.
         edges: whether to also return the rates under slightly tighter and looser bounds.
     """
     if not plan.constraint.bounds_latency:
@@ -364,12 +347,10 @@ def _wait_s(plan: PlanDraft, throughput: float) -> float:
 
 
 def _follows_bounds(plan: PlanDraft) -> bool:
-    """Return whether the plan fills its steps up to the time that its bounds allow, as `slack` does."""
     return getattr(plan.policy, "slack", None) is not None
 
 
 def _slack(plan: PlanDraft) -> float:
-    """Return the largest share of its bounds that a plan's times may reach, so that the headroom remains."""
     return 1 / (1 + plan.constraint.headroom)
 
 
@@ -380,7 +361,7 @@ def _upper(values: Array, quantile: float) -> float:
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
-    """Return a goal in ns, for times inside the engine. A request spends a further `path_s` outside the engine."""
+    """A request spends a further `path_s` outside the engine."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
@@ -404,7 +385,6 @@ class EngineRun:
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))
 
     def run(self, limits: KeptBounds | None = None) -> bool:
-        """See `Run.run`."""
         goals, first, last = limits or ((), 0, len(self._requests))
         broken, left = [0] * len(goals), last - first
         while left and (record := self._engine.step()) is not None:

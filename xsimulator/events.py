@@ -21,7 +21,6 @@ class SimulatedRequest(NamedTuple):
     see the output length.
 
     Attributes:
-        chain: keys of the prompt's blocks.
         output_chain: keys of the blocks after the prompt. They stay cached when the request ends.
     """
 
@@ -45,8 +44,6 @@ Outputs = tuple[tuple[int, Chain], ...]
 
 
 class _UnderWay(NamedTuple):
-    """A running step, with the parts of its record that are known when it begins."""
-
     step: Step
     start_ns: int
     encoded: Sequence[int]
@@ -59,7 +56,6 @@ class SimulatedEngine:
     """Runs requests through a schedule.
 
     Args:
-        clock: computes when each step ends.
         requests: the requests, in order of arrival.
     """
 
@@ -153,7 +149,6 @@ class _Endings:
         self._whole[request.id] = self._left[request.id] = request.output_length
 
     def begin(self, step: Step) -> None:
-        """Record that a step has been scheduled."""
         for id_ in step.preempted:
             if (counted := self._counted.pop(id_, None)) is not None:
                 batch, end = counted
@@ -168,11 +163,7 @@ class _Endings:
                 self._count(id_, batch)
 
     def settle(self, step: Step, encoded: Sequence[int]) -> list[int]:
-        """Return the requests that have their last token in a step, and record the requests that begin to decode.
-
-        Args:
-            encoded: requests whose prompts end in the step.
-        """
+        """Return the requests that have their last token in a step, and record the requests that begin to decode."""
         if step.lane == "transfer":
             return []
         batch, finished = self._schedule.batch_of(step), []
@@ -200,8 +191,6 @@ class _Endings:
 
 
 class _Journal:
-    """Drives a schedule and records its steps."""
-
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._under_way: dict[int, _UnderWay] = {}
@@ -243,7 +232,6 @@ class _Journal:
         return self._under_way[number].step
 
     def encoded(self, number: int) -> Sequence[int]:
-        """Return the requests whose prompts end in this step."""
         return self._under_way[number].encoded
 
     def settle(
@@ -277,18 +265,16 @@ def replay(
 ) -> list[StepRecord]:
     """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's steps.
 
-    The steps equal the log's steps. They end before the first step in which schedule and log differ. A log may be
-    incomplete, for example because its engine was killed.
+    The steps end before the first step in which schedule and log differ. A log may be incomplete, for example because
+    its engine was killed.
 
     Args:
-        on_begin: function that is called with each record and its step when the step is scheduled. It can read the
-            schedule's state at that time.
+        on_begin: function that is called with each record and its step when the step is scheduled.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []
 
     def settle(record: StepRecord) -> bool:
-        """Settle the step of a record, and return whether the schedule had decided the same step."""
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False

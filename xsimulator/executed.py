@@ -44,8 +44,6 @@ class Paces(NamedTuple):
     """The measured and predicted times of steps. # each [steps]
 
     Attributes:
-        measured_s, predicted_s: measured and predicted seconds.
-        tokens: number of tokens of each step.
         lanes: name of the lane that executed each step, with the replica's number if there are several replicas.
     """
 

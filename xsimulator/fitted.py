@@ -61,7 +61,6 @@ class Fit(NamedTuple):
         return engine.but(before_admission_s=engine.before_admission_s + self.path_s, sources=sources)
 
     def of_plan(self, plan: PlanDraft) -> PlanDraft:
-        """Return the plan with the corrected engine. A plan without an engine is returned unchanged."""
         return plan if plan.engine is None else plan.but(engine=self.of_engine(plan.engine))
 
     def _tokens(self, curve: Curve) -> Curve:

@@ -2,8 +2,7 @@
 
 Each request goes to the replica with the fewest outstanding requests relative to its rate, as with a gateway that
 balances by outstanding requests. The number of outstanding requests is computed from the plan. A request takes the
-plan's TTFT and the plan's mean gap for each output token, as in a fleet that keeps its bounds. Then the requests of
-each replica are simulated by counts.
+plan's TTFT and the plan's mean gap for each output token, as in a fleet that keeps its bounds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Replica:
     """A replica that serves for a part of the day.
 
     Attributes:
-        kind: index of the kind of replica.
         from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished.
     """
 
@@ -174,5 +172,4 @@ def simulate_fleet(
 
 
 def _longest(plan: PlanDraft, longest: int) -> int:
-    """Return the output length for which memory is reserved: the longest output of the plan or of the requests."""
     return max(plan.workload.output.lengths[-1], longest)

@@ -28,7 +28,6 @@ class LayerGroup(NamedTuple):
 
     Attributes:
         page_bytes: bytes of a page, for all layers of the group.
-        tokens: number of tokens in a page.
         window: number of latest tokens that are kept. None means all.
         is_state: whether a request has one page, whatever its length.
         filled: share of a page that is not padding.
@@ -49,7 +48,6 @@ class LayerGroup(NamedTuple):
         """Return the number of pages for which a request needs room.
 
         Args:
-            tokens: length of the request.
             in_flight: number of tokens in running steps, which are kept beyond the window. The window may begin inside
                 a page.
         """
@@ -65,7 +63,6 @@ class Kept(NamedTuple):
 
     Attributes:
         groups: the groups of layers, the ones that keep all tokens first.
-        block_size: number of tokens in a K/V block of the plan.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -167,7 +164,6 @@ def _is_full(group: LayerGroup, context: float | None) -> bool:
 
 
 def _merged(caches: Iterable[Cache]) -> list[Cache]:
-    """Return caches with those merged that keep the same tokens, such as latent vectors and the keys of an index."""
     merged: dict[tuple[int | None, bool], float] = {}
     for cache in caches:
         key = cache.window, cache.is_state
@@ -176,7 +172,6 @@ def _merged(caches: Iterable[Cache]) -> list[Cache]:
 
 
 def _by_type(caches: Counter[Cache], block_size: int) -> list[LayerGroup]:
-    """Return one group for all layers that keep the same tokens."""
     sizes: dict[tuple[int | None, bool], float] = {}
     for cache, number in caches.items():
         key = cache.window, cache.is_state

@@ -24,7 +24,6 @@ class Reused:
     Attributes:
         whole, cached: for each kind of request, the number of prompt tokens, and of those that are cached. # [kinds]
             each
-        probabilities: probability of each kind of request. # [kinds]
         kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
         most: share of all prompt tokens that requests would find in an unlimited cache.
         holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
@@ -130,7 +129,6 @@ class Lengths:
 
     @property
     def _held_inputs(self) -> Array:
-        """For each input length, the number of prompt tokens for which a running request needs memory."""
         if self.reused is None:
             return self.inputs
         return self.reused.whole if self.reused.holds_prompts else np.zeros_like(self.inputs)
@@ -185,11 +183,7 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
 
     An engine step counts as several steps of the schedule. Each of these gives a request one token on average. The
     first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
-    `Speculation.shares` until the output is complete. So a request whose drafts are rarely accepted takes more steps.
-    Without a draft, the lengths are unchanged.
-
-    Args:
-        outputs: output tokens. # [requests]
+    `Speculation.shares` until the output is complete. Without a draft, the lengths are unchanged.
     """
     lengths = np.asarray(outputs)
     if speculation is None:

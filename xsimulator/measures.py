@@ -33,9 +33,6 @@ class Measured:
     """The figures of a window of a log.
 
     Attributes:
-        num_requests: number of requests that finished in the window.
-        throughput_rps: requests a second in the window.
-        output_tokens_per_s: output tokens a second in the window.
         latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Every decode
             step gives a token to every running request. So each admission in the window shows this time, whatever the
             request's own length. Two cases are exceptions. In the first, all requests often end before this time (in
@@ -45,9 +42,7 @@ class Measured:
         request_latency_s: quantile of all requests' times from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
-        preemptions: number of preemptions in the window.
         encode_batch, decode_batch: mean number of prompts in steps that encode, and of requests in steps that decode.
-        latencies_s: time from admission to the last token of each finished request.
     """
 
     num_requests: int
@@ -144,9 +139,7 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
 
 
 def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the log of one lane without the times that steps waited for a CPU core. Later steps and arrivals are moved
-    to earlier times.
-    """
+    """Return the log of one lane without the times that steps waited for a CPU core."""
     found, waited_ns = [], 0
     for record in log:
         start_ns = record.start_ns - waited_ns
@@ -189,11 +182,7 @@ class RequestTimes:
 
     @classmethod
     def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
-        """Return the times of requests, given when each arrived and got its first and last token, in ns.
-
-        Args:
-            tokens: number of output tokens of each request.
-        """
+        """Return the times of requests, given when each arrived and got its first and last token, in ns."""
         gaps = np.maximum(np.asarray(tokens, float) - 1, 1)
         return cls((first - arrived) / 1e9, (last - first) / gaps / 1e9, (last - arrived) / 1e9, num_lost)
 
@@ -250,7 +239,6 @@ def request_times(
     Args:
         num_requests: number of requests, in order of arrival. None means all.
         encode_emits: see `measure`.
-        of_class: return only the requests of this class. None means all classes.
         tokens: number of output tokens by request id. None means the number in the log.
     """
     steps = _Steps(log, encode_emits=encode_emits)

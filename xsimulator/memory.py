@@ -60,7 +60,6 @@ class StepBuffers:
 
     Args:
         keeps: the engine. None means xgpt's own.
-        slots: largest number of requests in the engine's batches.
     """
 
     def __init__(
@@ -135,10 +134,7 @@ class LaneMemory:
     for each stage, since all devices of a stage use the same number of bytes.
 
     Args:
-        precision: data types of weights, activations and K/V.
         keeps: the engine, which reserves memory for itself. None means xgpt's own.
-        slots: largest number of requests in the engine's batches.
-        speculation: the draft, whose weights and K/V are also in memory, or None.
         kept_blocks: number of blocks with prompts of running and earlier requests. Later requests may share them.
 
     Raises:
@@ -256,7 +252,6 @@ class LaneMemory:
         return min(kept.logged(free, context, in_flight, by_requests=by_requests) for kept, free in each)
 
     def _each(self, step_tokens: float) -> Iterator[tuple[Kept, float]]:
-        """Yield what each stage's requests keep, and the bytes for it on a device."""
         buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
         yield from zip(self._kept, (self._usable - self._occupied - buffers).tolist(), strict=True)
 
@@ -278,7 +273,6 @@ class LaneMemory:
 def _weight_bytes(
     spec: ModelSpec, cluster: ClusterSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None
 ) -> Array:
-    """Return the bytes of weights on one device of each stage."""
     size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
     tp, decoder, encoder, embeds, heads = (
         np.asarray([getattr(stage, name) for stage in lane], float)

@@ -59,7 +59,6 @@ class LoadPoints(NamedTuple):
         log_width: log of the count of numbers of requests that each state represents. # [n, states]
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
-        is_late: whether a bound is broken even without waiting.
         gate: longest wait, in s, for the next step that may admit requests. # [n, 1]
         inside, beyond: the time that remains for waiting, in two parts: the part up to `gate`, and the rest.
     """
@@ -92,7 +91,6 @@ class LoadCurves:
 
     Args:
         found: predictions at saturation, curve by curve, from the smallest to the largest batch. # [curves * loads]
-        goal: the bounds, and the share of requests that must keep these bounds.
         headroom: relative excess of step times over the predictions that must not break the bounds.
     """
 

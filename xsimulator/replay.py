@@ -21,7 +21,6 @@ class ReplayedLoad:
     """A load as a plan serves it.
 
     Attributes:
-        times: times of all requests, in the order of the load.
         kept: shares of requests that keep the plan's bounds, without headroom.
     """
 

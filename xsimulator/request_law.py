@@ -98,12 +98,10 @@ class RequestLaw:
 
     @cached_property
     def _order(self) -> Ints:
-        """Indices in `seconds` of all latencies, shortest first."""
         return np.argsort(self.seconds, axis=None)
 
     @cached_property
     def _weights(self) -> Array:
-        """Weights of all latencies, shortest first."""
         weights: Array = np.broadcast_to(self.probabilities, self.seconds.shape).ravel()[self._order]
         return weights
 
@@ -154,16 +152,10 @@ def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
 
 
 def _reaches(reached: Array, q: float, total: float | None = None) -> int:
-    """Return the first index at which the rising sums `reached` are at least `q` times `total`. By default, `total` is
-    the last sum.
-    """
     return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
-    """Return the ids of `num_requests` requests after the first `skip_requests`, counting only requests that have a
-    step.
-    """
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):

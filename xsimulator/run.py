@@ -55,7 +55,6 @@ def warm_up_requests(plan: PlanDraft) -> int:
 
 
 def _iterations_until_full(workload: Workload) -> float:
-    """Return the number of decode iterations after which a batch has `FULL` of its steady size."""
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
     # After n iterations the batch has E[min(D, n)] / E[D] of its steady size, which is linear between two lengths.
     after = np.concatenate([[0.0], decodes])
@@ -70,7 +69,6 @@ def outstanding_requests(plan: PlanDraft) -> int:
 
 
 def _most_running(plan: PlanDraft) -> int:
-    """Return the largest number of requests that the policy runs on a replica, at most one for each K/V block."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
@@ -91,8 +89,7 @@ def requests_to_send(plan: PlanDraft, num_requests: int, *, saturated: bool) -> 
 def requests_to_end(plan: PlanDraft, num_requests: int) -> int:
     """Return the number of requests that must end before `num_requests` of a saturated run can be measured.
 
-    If requests are admitted together and are equally long, all running requests end together. This happens once at the
-    end of the warm-up, and once at the end of the window.
+    If requests are admitted together and are equally long, all running requests end together.
     """
     together = max(_most_running(plan), plan.estimate.encode_batch)
     return num_requests + plan.replicas * (warm_up_requests(plan) + ceil(2 * together) + 2)
@@ -107,7 +104,6 @@ class Simulated:
         steps: the executed steps, with their times. Empty if the run was simulated by counts.
         spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
-        kept: for each class of requests, the share that kept its bounds.
         windows: the share of requests that kept the bounds in each window of a replayed log.
     """
 
@@ -178,11 +174,9 @@ def run_simulation(
         own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
             a trace.
         since_s: seconds after the trace's first request at which the replay begins.
-        growth: how the load differs from the workload.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
         keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
             then takes 0.6 ms for each request.
-        rule: a rule of one's own in place of the plan's.
 
     Raises:
         InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
@@ -269,7 +263,6 @@ def simulate(
 def _drawn(
     plan: PlanDraft, workload: Workload, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """Draw the requests of one replica from a workload."""
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
@@ -279,11 +272,6 @@ def _drawn(
 def _first_of(
     trace: TraceLengths, plan: PlanDraft, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """Return one replica's requests from the start of a trace, in order, with their shared prefixes.
-
-    Raises:
-        InputError: the trace has too few requests.
-    """
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     replica_trace = share_of_replica(trace, plan)
     if len(replica_trace.input) < total:
@@ -361,11 +349,9 @@ def request_latencies(
 def seen_at_once(
     plan: PlanDraft, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
-    """Return the steps of one replica if all requests arrive at the start and each step takes its mean time. The run is
-    by counts if possible.
+    """Return the steps of one replica if all requests arrive at the start and each step takes its mean time.
 
     Args:
-        longest: the longest output that each request may have.
         needed: the run may end once the first `needed` requests have ended. None means all requests.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
@@ -407,7 +393,6 @@ def replay_trace(
     """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and steps.
 
     Args:
-        workload: the trace's histograms.
         num_requests: number of requests that are measured, or all if the trace has fewer.
 
     Raises:
@@ -418,7 +403,6 @@ def replay_trace(
 
 
 def _replayed(plan: PlanDraft, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
-    """Return one replica's requests of a trace, as many as are needed to measure `num_requests`."""
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
@@ -475,9 +459,6 @@ def replay_by_counts(
 def counted_times(plan: PlanDraft, profile: Profile, trace: TraceLengths, longest: int) -> RequestTimes | None:
     """Return the times of all requests of a trace on one replica, by counts and with mean step times. Return None if
     the plan's arrivals cannot be counted.
-
-    Args:
-        longest: number of output tokens that each request may generate.
     """
     has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
     if has_more or trace.prefixes is not None or trace.timestamp_s is None:
@@ -530,8 +511,6 @@ def run_requests(
     """Simulate requests on one replica, and return the steps.
 
     Args:
-        clients: number of clients that send the requests in a closed loop. None means that requests arrive at their own
-            times.
         trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
             has no prefixes, the planned share of each prompt is a common prefix.
     """

@@ -17,8 +17,6 @@ class StageShape(NamedTuple):
         tp: number of devices in the stage's tensor-parallel group.
         ep: number of parts into which the experts of a layer are divided.
         decoder_layers, encoder_layers: numbers of layers. All layers of a decoder-only model are decoder layers.
-        embeds: whether the stage has the token embedding, as the first stage of a lane does.
-        heads: whether the stage has the output head, as the last stage of a lane that computes tokens does.
         far: whether the stage's input comes from another node.
     """
 
@@ -51,7 +49,6 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
     the same time to a stage.
 
     Args:
-        layer_s: for each stage, the seconds of a layer.
         fixed_s: for each stage, the seconds of its other work (embedding and head).
 
     Raises:

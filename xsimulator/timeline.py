@@ -30,8 +30,7 @@ def chrome_trace(*timelines: Timeline) -> str:
     """Return a Chrome trace that shows steps as spans of the stages that execute them, and running requests as a
     counter.
 
-    Times are in microseconds. Each timeline is a separate process in the trace and starts at 0. Source: ExeGPT Figure
-    4.
+    Times are in microseconds. Source: ExeGPT Figure 4.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):

@@ -1,10 +1,7 @@
-"""Evaluate piecewise linear functions through a profile's points. A function has one or two variables, and many
-functions can be evaluated in one call.
+"""Evaluate piecewise linear functions through a profile's points.
 
 A function is linear between its points, and linear from zero to the first point. Beyond the last point, it continues
 the last segment, or stays constant if the last segment falls.
-
-`GroupTables` has the curves of a profile's tables, for each kind of tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """Return the value at one point without numpy's overhead. Values are cached, since steps have few different
-        sizes.
-        """
+        """Return the value at one point without numpy's overhead."""
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -120,9 +115,7 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """Return the value at one point without numpy's overhead. Rows are cached, since steps have few different
-        sizes.
-        """
+        """Return the value at one point without numpy's overhead."""
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -135,7 +128,6 @@ class Grid:
         return value if value > 0.0 else 0.0
 
     def _row(self, batch: float) -> list[float]:
-        """Return the values at all lengths for one batch size."""
         i = int(self.batches[1:-1].searchsorted(batch, side="right"))
         u = (batch - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
         row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
@@ -158,9 +150,6 @@ def rising(surface: Surface) -> Surface:
 
 
 def _level(points: Array, seconds: Array) -> Array:
-    """Return the seconds at twice the last point, extrapolated along the last segment, or constant if this segment
-    falls.
-    """
     slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
@@ -225,8 +214,8 @@ class ContextTable:
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Return the positions of contexts in the table: the index of the point before each context, and the fraction
-        of the distance from this point to the next one.
+        """Return the positions of contexts in the table: the index of the point before, and the fraction to the next
+        one.
         """
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]

@@ -72,9 +72,7 @@ class Draft:
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Return, for each number of tokens, the bytes that a pass of the draft reads, divided by the bytes that a
-        layer of the model reads.
-        """
+        """Returnthe bytes that a pass of the draft reads, divided by those that a layer of the model reads."""
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
         read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
@@ -132,14 +130,12 @@ def _speculating(profile_: _Same, spec_: _Same, speculation: Speculation) -> Pro
 
 
 def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Speculation, draft: Draft) -> LayerTimes:
-    """Return the converted tables of a layer."""
     each, ahead, number = speculation.tokens_per_step, speculation.tokens, spec.num_layers
     rest, last = Line.of(layer.rest), Line.of(layer.last or layer.rest)
     head = Line.of(layer.head or profile.head)
     verified = speculation.verified
 
     def model(tokens: Array) -> Array:
-        """Return the seconds of all layers and the head for `tokens` tokens."""
         return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
 
     def drafted(requests: Array) -> Array:

@@ -1,8 +1,5 @@
 """Compute the times of steps on the stages of a lane: tables for the closed forms, and times of single steps.
 
-The closed forms read the tables. The simulated engine, calibration and the observation of a machine's pace compute
-single steps, from the same curves.
-
 A step has n tokens, samples k of them, and has r requests. A stage with d decoder layers and e encoder layers takes
 
     d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
@@ -38,7 +35,6 @@ class LaneCost:
     Stages with equal costs form one kind. Arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's tables. Several lanes may share them. None means that the tables are computed here.
         engine: the engine that runs the steps. None means an engine about which only the profile is known.
         is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`). Closed forms then count
             the cost of mixing for one decode only.
@@ -47,10 +43,8 @@ class LaneCost:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
         ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
-        whole_prompts: whether prompts are never divided into chunks.
         token_budget: largest number of tokens in a step if the policy has no token budget. None means no limit.
         kinds: pairs of a distinct stage and whether another stage precedes it.
-        counts: number of stages of each kind.
 
     Raises:
         InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
@@ -154,8 +148,6 @@ class LaneCost:
         return Table(points, self._attention(points, context, inputs))
 
     def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
-        """Return the seconds of attention of a decode batch on each kind of stage."""
-
         def of_layer(degree: GroupTables) -> Array:
             seconds = degree.decode(requests, contexts)
             return seconds if degree.cross is None else seconds + degree.cross(requests, inputs)
@@ -163,9 +155,6 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind of stage with the result of `of_degree` for its degree. `of_degree` is called once for each
-        degree.
-        """
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
@@ -193,7 +182,6 @@ class LaneCost:
         x = np.unique(np.concatenate([[0.0], *points]))
 
         def of_layers(degree: GroupTables) -> tuple[Array | float, Array]:
-            """Return the seconds for an encoder layer, and for a decoder layer."""
             attention = degree.of_prompts(lengths)(x)
             if degree.cross is None or degree.cross_kv is None:
                 return 0.0, attention
@@ -341,11 +329,6 @@ def lanes_of(plan: PlanDraft, profile: Profile) -> dict[StageLane, LaneCost]:
 
 
 class _DecodeSteps:
-    """Computes the seconds of steps that only decode, on one kind of stage.
-
-    Two things are cached for each number of requests: a row of the attention table, and the time of all other work.
-    """
-
     def __init__(self, lane: LaneCost, kind: int) -> None:
         self._lane, self._kind = lane, kind
         self._rows: dict[int, tuple[float, list[float], list[float]]] = {}
@@ -371,9 +354,7 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the seconds of attention for prompt pieces [start, end). Each of n pieces counts as 1 / n of the time of n
-    equal pieces.
-    """
+    """Return the seconds of attention for prompt pieces [start, end). Each of n counts as 1 / n of n equal pieces."""
     count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:
@@ -387,11 +368,7 @@ class StepParts(NamedTuple):
     """Seconds of each part of a step on one stage.
 
     Attributes:
-        tokens: layers without attention, and embedding.
-        encode_attention: attention of prompts.
         decode_attention: attention of decodes, with cross-attention and the cost of mixing.
-        head: output head and sampling.
-        overhead: the engine's loop.
     """
 
     tokens: float
@@ -428,9 +405,6 @@ class StepCounts(NamedTuple):
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
         """Return the counts of a step of a decoder-only model. The step samples for each decode and each prompt that
         ends.
-
-        Args:
-            contexts: number of tokens to which each decoding request attends.
         """
         sampled = len(contexts) + sum(done for _, _, done in encode)
         num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)

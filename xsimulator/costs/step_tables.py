@@ -31,15 +31,10 @@ class StepTables(NamedTuple):
     """A lane's tables in flat arrays.
 
     Attributes:
-        points, values: points and values of all lines.
         line_at: index at which each line begins. # [lines + 1]
-        batches, lengths, seconds: points and values of all grids.
         grid_at: indices at which each grid begins in these three arrays. # [grids + 1, 3]
         kinds: the kinds of stages. # [kinds, NUM_FIELDS]
         kind_of: the kind of each stage. # [stages]
-        num_groups: number of different tensor-parallel groups.
-        mixing: see `LaneCost`.
-        has_encoder: whether the model is an encoder-decoder.
     """
 
     points: Array
@@ -57,7 +52,6 @@ class StepTables(NamedTuple):
 
 
 def step_tables(cost: LaneCost) -> StepTables:
-    """Return a lane's tables as flat arrays."""
     groups = list(cost._degrees)
     none, nothing = Line([1.0, 2.0], [0.0, 0.0]), None
     lines: list[Line] = []
@@ -117,7 +111,6 @@ def line_value(points, values, first, end, x):
 
 @helper
 def line_at(t, line, x):
-    """Return the value at x of line number `line`."""
     return line_value(t.points, t.values, t.line_at[line], t.line_at[line + 1], x)
 
 
@@ -188,9 +181,7 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write the seconds of a layer's parts into `found`: tokens, decodes, prompts, head, cross-attention, keys and
-    values for cross-attention, and tokens in the last layer.
-    """
+    """Write the seconds of a layer's parts into `found`."""
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
     prompt_tokens, passing = step.num_tokens - decodes, decodes + step.num_ended

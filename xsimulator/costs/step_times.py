@@ -53,7 +53,6 @@ def _points(most: int) -> list[int]:
 
 
 def _seconds(cost: LaneCost, counts: StepCounts) -> float:
-    """Return the seconds of a step through all stages."""
     return sum(sum(parts) for parts in cost.parts(counts)) + sum(cost.hops(counts.num_tokens))
 
 

@@ -1,8 +1,6 @@
 """Simulate arriving requests by counts, with the same steps as in `xsimulator.events`, but compiled and much faster.
 
-The scheduling rules are implemented a second time here, because this saves much time. A search for the highest arrival
-rate on 48 devices makes 5 to 25 runs for each policy, and about 60 for a plan. A run by counts takes 2 to 3 ms, and a
-run of the simulated engine takes 230 to 600 ms (Zen 4). So without counts, a plan
-would take about 20 s instead of 2 s. `tests/contract/test_counts.py` checks that both agree. For random settings,
-placements and lengths, every request has the same times in both, to the nanosecond.
+The scheduling rules are implemented a second time here, because this saves much time. A run by counts takes 2 to 3 ms,
+and a run of the simulated engine takes 230 to 600 ms (Zen 4). `tests/contract/test_counts.py` checks that both agree.
+For random settings, placements and lengths, every request has the same times in both, to the nanosecond.
 """

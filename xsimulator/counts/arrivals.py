@@ -4,10 +4,7 @@ A decode step gives a token to every request that decodes in the micro-batch. So
 number of these requests and the total number of tokens to which they attend. For each request, only the number of its
 last decode iteration is stored. Requests enter in order of arrival. Memory for a request's longest output is reserved
 ("reserve"). With a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their
-prompts ("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`). If a schedule can be
-simulated in both ways, all times are equal (tests/contract/test_counts.py).
-
-When the loops first run, numba compiles them and stores the compiled code on disk (see `xsimulator.counts.compiled`).
+prompts ("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`).
 """
 
 from __future__ import annotations
@@ -123,7 +120,6 @@ class Stream(NamedTuple):
     Attributes:
         inputs, outputs: numbers of prompt and output tokens.
         max_output: number of output tokens for which memory is reserved, for each request or for all.
-        arrivals_ns: times of arrival.
         cached: numbers of prompt tokens whose K/V is already cached, or empty.
         tokens: numbers of output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
             `outputs`.
@@ -180,15 +176,11 @@ class RunState(NamedTuple):
     """The state of a run, as arrays for compiled code.
 
     Attributes:
-        lane: one record of the schedule.
         batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
         ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
         grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
         steps, pieces: ring buffers of running steps and of prompt pieces.
-        moved: under waa, requests in the order in which their prompts ended.
         goals: the fields of each `GoalNs`. # [goals, 4]
-        broken: number of requests that broke each goal.
-        log: the settled steps.
     """
 
     lane: Records
@@ -212,11 +204,8 @@ class Run(ABC):
     """One run of a schedule over a stream.
 
     Args:
-        num_batches: number of micro-batches of all lanes together.
-        most_steps: largest number of steps that run at the same time.
         clients: number of clients of a closed loop. Each client sends its next request `path_ns` after its previous
             request has ended. None means that requests arrive at their own times.
-        is_logged: whether to log each step.
     """
 
     def __init__(

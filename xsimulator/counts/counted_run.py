@@ -30,12 +30,7 @@ def is_compiled() -> bool:
 def counted_run(
     plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
 ) -> Run | None:
-    """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`).
-
-    Args:
-        lanes: step costs of the plan's lanes.
-        is_logged: whether to log each step.
-    """
+    """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`)."""
     if (schedule := _counted_schedule(plan)) is None:
         return None
     pool, by_use = schedule.pool, plan.admission.kv == "quantile"
@@ -60,7 +55,6 @@ def is_counted(plan: PlanDraft) -> bool:
 
 
 def _counted_schedule(plan: PlanDraft) -> policies.OneLane | policies.TwoLane | None:
-    """Return the plan's schedule, or None if the plan cannot be simulated by counts."""
     if plan.admission.order != "fcfs" or not _counts_kv(plan):
         return None
     schedule = policies.build(plan)
@@ -72,7 +66,6 @@ def _counted_schedule(plan: PlanDraft) -> policies.OneLane | policies.TwoLane | 
 
 
 def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
-    """Return whether settings are exactly of type `type_` and differ from its defaults only in `known` fields."""
     if type(settings) is not type_:
         return False
     return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))

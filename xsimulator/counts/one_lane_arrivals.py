@@ -202,8 +202,8 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether waiting prompts stay out of this step. They do if the engine does not check for new requests now,
-    or if more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts.
+    """Return whether waiting prompts stay out of this step: if the engine does not check for new requests now, or if
+    more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts.
     """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True

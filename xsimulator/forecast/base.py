@@ -1,4 +1,4 @@
-"""Define the interface of a policy's closed form. Planning, the queueing model and re-planning use it.
+"""Define the interface of a policy's closed form.
 
 A forecast has no state. It reads a model (`one_lane.OneLaneModel` or `two_lanes.TwoLaneModel`), which describes the
 steps of a placement's lanes under one workload. Policies with the same lanes share a model.
@@ -34,7 +34,6 @@ class PlacementLimits(NamedTuple):
         capacity: number of requests whose K/V fits in memory at the same time.
         between: whether a value also represents fractional values below it, so that the next value counts, too.
         max_batch: largest number of requests in a micro-batch.
-        engine: the engine that runs the plan. None means any.
     """
 
     lengths: Lengths
@@ -59,21 +58,17 @@ class Stations(NamedTuple):
 
 
 class Forecast(ABC, Generic[M]):
-    """The closed form of one policy, with the policy's properties that planning needs.
+    """The closed form of one policy.
 
     Attributes:
-        settings: the type of the policy's settings, which declares its control variables.
         model: function that creates the model for predictions from the lanes' costs (`LaneCost`), the lengths, the
             quantile and `all_requests`.
         line: the control variable whose consecutive integer values form a line of settings. Latency rises or falls
             along the line. A policy has at most two variables, and the other variable selects the line.
         load: the control variable that grows along a load curve. A load curve starts at one request.
         follows: variables that grow in proportion to the load variable.
-        num_curves: number of values of the other variable for which there is a load curve.
-        stations: the policy's properties as a queueing system.
         swaps_between_steps: whether an engine can change, between two steps, to any other policy with this property.
         reserves_kv: whether K/V memory is always reserved in full.
-        cuts_prompts: whether steps encode pieces of prompts.
     """
 
     settings: ClassVar[type[Any]]
@@ -140,7 +135,6 @@ class Forecast(ABC, Generic[M]):
         memory.
 
         Args:
-            model: the model under the other lengths.
             inside: number of requests whose K/V fits in memory at the same time.
         """
         most = min(getattr(plan.policy, self.load), int(inside))
@@ -159,8 +153,7 @@ class Forecast(ABC, Generic[M]):
     def box_throughput(
         self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
     ) -> Array:
-        """Return, for each box, an upper bound on the requests a second of its settings. Use this if it is not known
-        which corner is fastest.
+        """Return, for each box, an upper bound on the requests a second of its settings.
 
         Args:
             model: the model with the lower tables, whose times are lower bounds.
@@ -211,9 +204,7 @@ class Performance:
         peak_tokens: number of tokens of the largest step.
         cycle: time, in s, from one encode step to the next.
         bubble: share of the time in which devices are idle.
-        filling: under rra, seconds of a cycle in which the slowest stage has no step, because the last decode steps
-            before an encode phase are on other stages. More iterations in a phase make steps smaller and this time
-            shorter.
+        filling: under rra, seconds of a cycle in which the slowest stage has no step.
     """
 
     throughput: Array

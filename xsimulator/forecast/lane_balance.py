@@ -21,8 +21,6 @@ BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 def as_interpolated(batches: Array) -> Array:
     """Return the matrix that replaces times at these batch sizes by their interpolation through the grid. # [batches,
     batches]
-
-    A row of times is multiplied by this matrix from the right.
     """
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
@@ -163,8 +161,7 @@ def between(values: Array, at: Array) -> Array:
 class Waiting:
     """Computes, for each rate in requests a second, the number of slots that stay free because the encode lane is busy.
 
-    The encode lane is modelled as a queue of batches. As the rate approaches `limit`, the number of free slots goes to
-    infinity.
+    The encode lane is modelled as a queue of batches.
 
     Args:
         arrivals, service: squared coefficients of variation of the time between batches, and of the time of a batch.

@@ -104,8 +104,7 @@ class _Mix(NamedTuple):
 class Mixes:
     """Computes the numbers of prompts, prompt tokens and decodes in steps under one workload.
 
-    The result does not depend on devices, so a profile's tables and its lower tables can share it. The last result is
-    cached.
+    The result does not depend on devices, so a profile's tables and its lower tables can share it.
 
     Args:
         ahead: whether the engine schedules each step while the previous step runs.
@@ -126,9 +125,7 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """Return the composition of steps for each setting. `budget` is the largest number of tokens in a step. None
-        means no limit.
-        """
+        """Return the composition of steps for each setting."""
         asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -207,11 +204,8 @@ class Mixes:
         value move to another one together with their prompts.
 
         Args:
-            requests, tokens: mean number of prompts and of prompt tokens in a busy step.
             alone: probability that a busy step encodes only one prompt.
             room: number of prompt tokens that a step can take. None means no limit.
-            rate: number of prompts per step.
-            busy: share of steps that encode.
 
         Returns:
             Tokens, requests and probability of each value. # [values, n] each
@@ -244,7 +238,6 @@ class Mixes:
         return values, counts, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
-        """Return the steady state of `max_batch` slots with `budget` tokens per step."""
         lengths = self._lengths
         unused = np.minimum(self._unused, MOST_UNUSED * budget)
         highest = np.minimum(max_batch / (self._held + 1), (budget - unused) / (lengths.mean_input + self._rows))
@@ -414,9 +407,6 @@ class MixedSteps:
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Return the seconds on each kind of stage, and the seconds of hops, for steps that decode a batch and encode
-        prompts.
-        """
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:
@@ -427,9 +417,7 @@ class MixedSteps:
 
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
-    """Return the number of steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n,
-    prompts]
-    """
+    """Return the number of steps that prompts take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
     waiting = prompts / room[:, None]  # computed in place, since this is the largest array here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)
@@ -439,9 +427,7 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Return the means of consecutive parts of a distribution. `shares` has the parts' shares. # [values], [values],
-    [shares] -> [shares]
-    """
+    """Return the means of consecutive parts of a distribution. # [values], [values], [shares] -> [shares]"""
     edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
     inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
     inside = np.maximum(inside, 0.0)
@@ -479,8 +465,7 @@ class Mixed(Forecast[OneLaneModel]):
 def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try.
 
-    If the engine cuts no prompts, a budget must suffice for the longest prompt and all decodes. If no budget suffices,
-    the largest budget is tried.
+    If the engine cuts no prompts, a budget must suffice for the longest prompt and all decodes.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

@@ -31,7 +31,6 @@ class OneLaneModel:
     """The times of steps of one lane under one workload. Forecasts of single-lane policies read them.
 
     Args:
-        lane: step costs on the lane's stages.
         quantile: quantile of the output length for which latency is reported.
         all_requests: whether to report the quantile of all requests' latencies. Under rra and static, this is the
             latency of a request whose output length is at the quantile, since longer outputs always take longer.
@@ -225,8 +224,8 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
-    """Divide 0 .. length into at most `most` segments. Return the segments' edges, merged with `edges`. The first
-    segments are single iterations, and later ones grow longer.
+    """Divide 0 .. length into at most `most` segments. Return their edges, merged with `edges`. The first segments are
+    single iterations, and later ones grow longer.
     """
     if length <= most:
         return np.arange(length + 1)

@@ -22,7 +22,6 @@ class Iterations:
     """The decode iterations of one workload, for each m.
 
     Attributes:
-        lengths: lengths of the workload.
         batches: the values of m.
         decodes: number of decode iterations of a request with output length at the quantile (at least one).
         mean_decodes: mean number of decode iterations of all requests.

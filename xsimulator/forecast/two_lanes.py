@@ -213,8 +213,7 @@ class TwoLaneModel:
     def _forming(self, lanes: LanePair) -> Array:
         """Return the mean number of slots that are free while a batch forms, beyond the batch's own slots. # [n, 1]
 
-        Slots become free one at a time. The number of prompts in a batch varies, because batches have equal numbers of
-        tokens.
+        The number of prompts in a batch varies, because batches have equal numbers of tokens.
         """
         batch = lanes.encode_batch[:, None]
         forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5
@@ -238,7 +237,6 @@ class TwoLaneModel:
         """Return lower bounds on the latency, TTFT and TPOT of settings.
 
         Args:
-            encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
             decode_batch: the smallest number of decoding requests.
         """
         through, _, moving, _ = self._encoding(encode_batch)

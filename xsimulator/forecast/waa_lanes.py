@@ -16,11 +16,7 @@ from xsimulator.lengths import Lengths
 
 
 class DecodeLane:
-    """Predicts the times of iterations from the numbers of requests that decode and that join.
-
-    Args:
-        mean_decodes: mean number of iterations of a request.
-    """
+    """Predicts the times of iterations from the numbers of requests that decode and that join."""
 
     def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:
         self.cost, self.lengths, self.mean_decodes = cost, lengths, max(mean_decodes, 1e-9)
@@ -38,9 +34,6 @@ class DecodeLane:
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Return the least seconds of an iteration if encode batches have between `encode_batch` and `largest_batch`
         requests. # [n, grid]
-
-        Args:
-            size: number of grid points to evaluate, from the first on.
         """
         companions = encode_batch * self._stays.together / microbatches
         reach = max(size, size_for(companions))
