@@ -1,12 +1,12 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
-An account is an API key, or one class of a key's requests. Without keys and classes, there is one account. Each
-account's requests wait in the plan's order of admission (see `orders`). The next request comes from the account with
-the highest priority. Among accounts of equal priority, the one with the fewest counted tokens relative to its share
-comes first. Prompt tokens are counted when a request enters, output tokens when they are generated. So two accounts
-that always have waiting requests get tokens in the ratio of their shares. An account cannot save up its share: when it
-is served after a pause, its count is raised to that of the account served last. Source: Sheng et al., Fairness in
-serving large language models, OSDI 2024 (the virtual token counter), with shares.
+An account is an API key, or one class of a key's requests. Each account's requests wait in the plan's order of
+admission (see `orders`). The next request comes from the account with the highest priority. Among accounts of equal
+priority, the one with the fewest counted tokens relative to its share comes first. Prompt tokens are counted when a
+request enters, output tokens when they are generated. So two accounts that always have waiting requests get tokens in
+the ratio of their shares. An account cannot save up its share: when it is served after a pause, its count is raised to
+that of the account served last. Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual
+token counter), with shares.
 
 No order starves a request. A request that has waited longer than `patience_ns` is overdue. The account of an overdue
 request has the highest priority, and every second request that enters from it is its longest-waiting overdue request.
@@ -43,7 +43,6 @@ class Queue:
     depend on it.
 
     Args:
-        make_order: function that returns the empty order of a new account.
         patience_ns: nanoseconds of waiting after which a request is overdue. None means that no request becomes
             overdue.
     """
@@ -76,7 +75,6 @@ class Queue:
         """The result of `_choose`, until the queue changes."""
 
     def fresh(self) -> Queue:
-        """Return an empty queue with the same settings."""
         return Queue(self._make_order, self.patience_ns)
 
     def __len__(self) -> int:
@@ -102,11 +100,6 @@ class Queue:
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
         """Under order in-time, decide which waiting requests are deferred. Return the ids of the requests in `begun`
         that must pause.
-
-        Each account's requests are planned separately, together with the begun requests of all accounts.
-
-        Args:
-            begun: requests whose prompts are partly prefilled.
         """
         self._next = None
         orders = [account.order for account in self._accounts.values()]
@@ -131,11 +124,9 @@ class Queue:
         self._account(request).back.append((self.now_ns, request))
 
     def head(self) -> Request | None:
-        """Return the request that enters next, or None if no request waits."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
-        """Remove and return the request that enters next."""
         chosen = self._choose()
         self._take(chosen)
         self._forget(chosen.request)
@@ -168,7 +159,6 @@ class Queue:
         return [chosen.request for chosen in taken]
 
     def remove(self, id_: int) -> bool:
-        """Remove a waiting request and return whether it was waiting."""
         request = self._waiting.get(id_) or self._returned.get(id_)
         if request is None:
             return False
@@ -231,13 +221,10 @@ class Queue:
         self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: self._numbers[item[0]]))
 
     def order_of(self, name: str) -> Order:
-        """Return the queue of an account's requests that have never run."""
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return a request's account, and forget the result of `_choose`, since the caller is about to change the
-        account.
-        """
+        """Forget the result of `_choose`, since the caller is about to change the account."""
         self._next = None
         return self._named(request.account.name)
 
@@ -247,7 +234,6 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _NextRequest:
-        """Return the request that enters next, and its part of the queue. The queue must not be empty."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -282,8 +268,6 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns` (the time at which its wait began) is set only for part "back"."""
-
     account: _Account
     request: Request
     place: QueuePlace
@@ -326,9 +310,6 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited longest, its part of the queue, and the time at which its wait began.
-        Return None if even this request is not overdue.
-        """
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -340,9 +321,7 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, its part of the queue, and the time at which its wait began. For parts
-        "front" and "order", the time is 0.
-        """
+        """For parts "front" and "order", the time is 0."""
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
@@ -353,7 +332,6 @@ class _Account:
         return request, "back", since_ns
 
     def take(self, chosen: _NextRequest) -> None:
-        """Remove the request that `choose` has returned."""
         match chosen.place:
             case "front":
                 self.front.popleft()
@@ -394,7 +372,6 @@ class _Account:
 def make_order(
     order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None, eta: float = ETA
 ) -> Order:
-    """Return an empty order of admission. `make_queue` explains the arguments."""
     match order:
         case "fcfs":
             return SortedOrder()
@@ -422,8 +399,6 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        row_tokens: number of prompt tokens that fit in a row (das).
-        first_tokens: bound on TTFT and step times (in-time).
         eta: share of a row's requests that das chooses only by utility (das).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

@@ -26,7 +26,6 @@ class BlockTable:
     """The blocks of one request, in order.
 
     Attributes:
-        blocks: the numbers of the blocks.
         found: number of leading blocks that were cached when the request entered.
         named: number of leading blocks that have a key, or the same content as a block with a key.
     """
@@ -88,7 +87,6 @@ class Blocks:
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that no request uses and that later requests may share."""
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> FoundBlocks:
@@ -114,7 +112,7 @@ class Blocks:
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Return a new block table with the blocks that `find` has just returned. These blocks are then in use."""
+        """Return a new block table with the blocks that `find` has just returned."""
         uses = self._uses
         for block in found:
             if not uses[block]:

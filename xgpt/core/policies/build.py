@@ -23,9 +23,6 @@ from xgpt.core.workload import decoding_share
 def build(plan: PlanDraft, rule: Rule | None = None) -> Schedule:
     """Return the schedule, without requests, of one replica of a plan.
 
-    Args:
-        rule: a rule of one's own in place of the plan's. None means the plan's.
-
     Raises:
         InputError: the plan's stages do not match its policy, or the plan has two lanes, for which there is no `rule`.
     """
@@ -98,12 +95,10 @@ def row_tokens(plan: PlanDraft) -> int:
 
 
 def _held(plan: PlanDraft, name: str, other: int) -> int:
-    """Return the user's fixed value of the variable `name`, or `other` if there is none."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
 def settings_of(plan: PlanDraft, policy: SingleLaneSettings) -> LaneSettings:
-    """Return the settings of the scheduling rule for a plan with this policy."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
     return replace(
@@ -115,7 +110,6 @@ def settings_of(plan: PlanDraft, policy: SingleLaneSettings) -> LaneSettings:
 
 
 def _slack(plan: PlanDraft, policy: SingleLaneSettings) -> Slack | None:
-    """Return a policy's slack budget together with the plan's bound and step times, or None without slack."""
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
         return None
@@ -125,7 +119,6 @@ def _slack(plan: PlanDraft, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: PlanDraft) -> FirstTokens | None:
-    """Return the plan's bound on TTFT with its step times, or None for any order except in-time."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
@@ -146,12 +139,6 @@ def pool_of(
     hold_finished: bool = False,
     rule: Rule | None = None,
 ) -> Pool:
-    """Return an empty pool that admits requests by the plan's rules.
-
-    Args:
-        max_running: largest number of running requests. None means any number.
-        hold_finished: whether finished requests keep their slots until the whole batch has finished.
-    """
     return Pool(
         num_blocks,
         block_size,
@@ -164,7 +151,6 @@ def pool_of(
 
 
 def queue_of(plan: PlanDraft, rule: Rule | None = None) -> Queue:
-    """Return an empty queue in the plan's order of admission, or in the order of a rule that has one."""
     admission = plan.admission
     if rule is not None and type(rule).key is not Rule.key:
         return Queue(lambda: SortedOrder(rule.key), plan.patience_ns)

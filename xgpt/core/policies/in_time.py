@@ -54,7 +54,6 @@ class FirstTokens(NamedTuple):
 
     Attributes:
         ttft_ns: bound on the time from arrival to the first token, for accounts without their own bound.
-        at_once: see `Pace`.
     """
 
     clock: StepClock
@@ -72,8 +71,8 @@ class FirstTokens(NamedTuple):
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
-        """Return the part of a request's prompt that is not prefilled yet. `number` is a waiting request's position in
-        order of arrival, and -1 for a request whose prefill has begun.
+        """`number` is a waiting request's position in order of arrival, and -1 for a request whose prefill has
+        begun.
         """
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
@@ -166,7 +165,6 @@ class InTimeOrder(Order):
         return min(late, key=lambda request: self.numbers[request.id])
 
     def gives_way(self, request: Request) -> bool:
-        """Return whether a waiting request is deferred in favour of requests that can be in time."""
         return request.id in self._giving_way or request.id in self._late.numbers
 
     def _add(self, request: Request, number: int) -> None:

@@ -14,14 +14,11 @@ class KvMemory:
     """The K/V blocks of the lanes, with the rule for promising memory to requests.
 
     Args:
-        num_blocks: number of blocks of the lane that decodes.
-        block_size: tokens of a block.
         kv: "reserve" or "quantile" (see `Pool`).
         encoder: whether an encoder reads the prompts. Memory then also holds the decoder's start token.
         is_whole: whether every request is promised memory for its maximum output, whatever its own `promised_output`.
 
     Attributes:
-        decodes: blocks of the lane that decodes.
         prompts: blocks of the lane that encodes. It is the same object as `decodes` unless a separate lane encodes.
         num_promised: number of blocks that requests have been promised but do not have yet.
     """
@@ -38,7 +35,7 @@ class KvMemory:
 
     @property
     def num_reserved(self) -> int:
-        """Number of blocks in use or promised. Shared blocks count once."""
+        """Number of blocks in use or promised."""
         return self.decodes.num_used + self.num_promised
 
     @property
@@ -62,7 +59,6 @@ class KvMemory:
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
-        """Return how many blocks of the lane that encodes a waiting request would take into use if it entered now."""
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
@@ -104,14 +100,12 @@ class KvMemory:
         request.encoded = request.cached = table.found * self.block_size
 
     def take_promised(self, request: Request) -> bool:
-        """Take one block from a request's promise. Return False if no block was promised."""
         assert request.table is not None
         is_promised = len(request.table.blocks) < request.blocks
         self.num_promised -= is_promised
         return is_promised
 
     def grow(self, request: Request) -> int:
-        """Give a request its next block, and return the block's number."""
         assert request.table is not None
         return self.decodes.grow(request.table)
 
@@ -123,11 +117,9 @@ class KvMemory:
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return how many tokens of a request have K/V after its next decode step, which may be its first."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:
-        """Release all blocks of a request, and cancel its promise."""
         assert request.table is not None
         self.num_promised -= request.blocks - len(request.table.blocks)
         self.decodes.release(request.table)
@@ -160,7 +152,6 @@ class KvMemory:
             self.decodes.name(request.table, request.chain, count)
 
     def name_output(self, request: Request, output: Chain) -> None:
-        """Give keys to the full, computed blocks of an ended request, so that later requests find them."""
         if request.prompt_table is None and request.table is not None:  # otherwise the request has not begun to decode
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)

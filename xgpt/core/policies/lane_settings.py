@@ -31,7 +31,6 @@ class LaneSettings:
         token_budget: largest number of tokens in a step. Prompts are cut to fit. None means no limit.
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether requests enter only after the whole batch has finished.
-        microbatches: number of micro-batches, each with its own rule.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts,
             including cached tokens.
         encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).
@@ -70,7 +69,6 @@ class LaneSettings:
     first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
-        """Return the settings of one micro-batch, with its share of the requests and tokens."""
         count = self.microbatches
         return replace(
             self,

@@ -21,12 +21,10 @@ Entry = tuple[float, int, Request]
 
 
 def utility(request: Request) -> float:
-    """Return the utility of serving a request in time. Source: TCB sec. 5.1."""
     return 1 / request.input_length
 
 
 def deadline(request: Request) -> float:
-    """Return a request's deadline in nanoseconds, or infinity without a deadline."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
 
 
@@ -53,12 +51,10 @@ class Order(ABC):
         self._add(request, number)
 
     def drop(self, request: Request) -> None:
-        """Remove a request, which need not be the next one."""
         del self.numbers[request.id]
         self._drop(request)
 
     def take(self) -> Request:
-        """Remove and return the request that enters next."""
         request = self.first()
         self.drop(request)
         return request
@@ -68,19 +64,15 @@ class Order(ABC):
         return
 
     def fits_row(self, request: Request) -> bool:
-        """Return whether a request fits in the rest of the current batch row."""
         return True
 
     def at(self, now_ns: int) -> None:
-        """Set the clock, which never goes back."""
         return
 
     def state(self) -> Any:
-        """Return the state that changes when requests enter, for `restore`."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Restore a result of `state`."""
         assert state is None
 
     @abstractmethod
@@ -175,7 +167,6 @@ class DasOrder(Order):
         return request.input_length <= self._room
 
     def _num_shortest(self, room: int) -> int:
-        """Return how many of the shortest requests fit in `room` tokens."""
         total = 0
         for length in self._lengths:
             fitting = min(self._count[length], room // length)
@@ -201,9 +192,6 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """Return the prompt length, at most `longest`, of the request with the earliest deadline. None if no waiting
-        request is that short.
-        """
         for length in self._changed:
             heap = self._heaps.get(length)
             self._earliest.put(length, None if heap is None else heap[0][:2])
@@ -242,9 +230,6 @@ class EarliestUpTo:
         self._tree: list[tuple[float, int, int] | None] = [None] * 2
 
     def put(self, length: int, earliest: tuple[float, int] | None) -> None:
-        """Set the earliest (deadline, number) of a length. None means that no waiting request has this length any
-        more.
-        """
         while length >= len(self._tree) // 2:
             self._grow()
         tree = self._tree
@@ -283,9 +268,6 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Remove requests that no longer wait from the top of a heap, or from the whole heap if they are more than half of
-    it.
-    """
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)

@@ -38,9 +38,6 @@ class Pool(Running):
     never preempted, since a stage may be reading its K/V.
 
     Args:
-        kv_blocks: number of blocks for all requests.
-        block_size: tokens of a block.
-        kv: how memory is promised: "reserve" or "quantile".
         max_running: largest number of running requests. Under "quantile", it is the number that fits in memory with the
             plan's probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
@@ -76,7 +73,6 @@ class Pool(Running):
         self.forecast = LaneForecast()
 
     def fresh(self) -> Pool:
-        """Return an empty pool with the same arguments."""
         return Pool(
             self.kv_blocks,
             self.block_size,
@@ -88,7 +84,6 @@ class Pool(Running):
         )
 
     def follow(self, other: Pool) -> None:
-        """Adopt the admission settings of another plan's pool. Both must have the same memory (`is_shaped_like`)."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 
@@ -99,12 +94,10 @@ class Pool(Running):
 
     @property
     def prompt_blocks(self) -> int:
-        """Number of blocks of the lane that encodes."""
         return self.memory.prompts.count
 
     @property
     def kept_blocks(self) -> int:
-        """Number of cached blocks in the lane that encodes."""
         return self.memory.prompts.num_kept
 
     @property
@@ -137,7 +130,7 @@ class Pool(Running):
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request. If the request has finished or is unknown, do nothing.
+        """Remove a waiting or running request.
 
         A request in a running step stays until that step is settled.
 
@@ -155,7 +148,6 @@ class Pool(Running):
         return [id_] if self.waiting.remove(id_) else []
 
     def can_admit(self) -> bool:
-        """Return whether the first waiting request can enter now."""
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
@@ -166,7 +158,6 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit and return the first waiting request. Return None if there is none or it cannot enter now."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -192,9 +183,6 @@ class Pool(Running):
         Args:
             outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks.
             failed: finished requests that ended in an error. Later requests do not share their blocks.
-
-        Returns:
-            The ids of the requests whose slots and K/V become free.
         """
         if batch.assumed is step:
             batch.assumed = None
@@ -220,7 +208,6 @@ class Pool(Running):
         return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
-        """Remove the cancelled requests whose last running step was this one, and return their ids."""
         gone = self.under_way.take_leaving(step)
         left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
         for id_ in left:
@@ -228,7 +215,6 @@ class Pool(Running):
         return left
 
     def _end_batch(self) -> list[int]:
-        """Once all requests of the batch have finished in all micro-batches, free their slots and return their ids."""
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         requests = [request for batch in self.batches for request in batch.held.values()]
@@ -237,7 +223,6 @@ class Pool(Running):
         return [request.id for request in requests]
 
     def _let_go(self, request: Request) -> None:
-        """Free the slot and the K/V of a finished request."""
         assert request.batch is not None
         request.batch.leave(request)
         self._leave(request)

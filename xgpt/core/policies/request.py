@@ -53,7 +53,6 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Number of output tokens so far."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter
@@ -74,7 +73,6 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Largest possible number of prompt and output tokens."""
         return self.input_length + self.max_output
 
     @property
@@ -100,8 +98,6 @@ class Step(NamedTuple):
 
     Attributes:
         encode: the prompt chunks to encode.
-        decode: ids of the requests that decode one token.
-        preempted: ids of the requests preempted for this step.
         transfer: ids of the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is
             "transfer").
         lane: the group of workers that executes the step.
@@ -119,7 +115,6 @@ class Step(NamedTuple):
 
     @property
     def ids(self) -> Iterator[int]:
-        """Yield the ids of the requests that the step encodes, decodes or transfers."""
         yield from (chunk.id for chunk in self.encode)
         yield from self.decode
         yield from self.transfer
@@ -137,7 +132,6 @@ class MicroBatch:
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.
         decoding: requests that decode, in the order in which they began to decode.
-        held: finished requests that keep their slots until their whole batch has finished.
         stopped: requests in `decoding` or `held` that get no further token.
         assumed: the running step whose tokens are already counted, so that the next step can be scheduled.
         iterations: number of decode steps so far.
@@ -200,11 +194,7 @@ class MicroBatch:
         return ids
 
     def join(self, request: Request, num_spare: int) -> None:
-        """Let a request begin to decode.
-
-        Args:
-            num_spare: number of further tokens after which `due` returns the request.
-        """
+        """Let a request begin to decode."""
         self._num_joined += 1
         request.batch, request.place = self, self._num_joined
         self.decoding[request.id] = request
@@ -218,7 +208,6 @@ class MicroBatch:
         self.recall(request, num_spare)
 
     def leave(self, request: Request) -> None:
-        """Remove a request that is in `decoding` or `held`."""
         del (self.held if request.id in self.held else self.decoding)[request.id]
         self._stop_counting(request)
         self.stopped.discard(request.id)
@@ -247,7 +236,6 @@ class MicroBatch:
         self.joined.clear()
 
     def recall(self, request: Request, num_tokens: int) -> None:
-        """Make `due` return a request once the request has `num_tokens` more tokens."""
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:

@@ -27,7 +27,6 @@ class ReplicaRouter:
     """Routes requests by the number of requests at each replica, and by where the prompt's prefix was last sent.
 
     Args:
-        count: number of replicas.
         slack: a replica that was last sent the whole prompt gets the request unless it has more requests than the
             replica with the fewest by more than this number. For a part of the prompt, the number is multiplied by the
             square of its share.
@@ -41,7 +40,6 @@ class ReplicaRouter:
 
     @classmethod
     def of(cls, plan: PlanDraft) -> ReplicaRouter:
-        """Return a router for the replicas of a plan."""
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
     def route(self, chain: Chain) -> int:
@@ -61,7 +59,6 @@ class ReplicaRouter:
         return number
 
     def leave(self, number: int) -> None:
-        """Record that a request of replica `number` has ended."""
         self.load[number] -= 1
 
 

@@ -43,10 +43,9 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool for whole batches in rows. The next batch may enter once all running batches have freed slots.
+    """A pool for whole batches in rows.
 
     Args:
-        batching: layout of a batch, other than "flat".
         row_tokens: prompt tokens of a row.
     """
 
@@ -89,7 +88,6 @@ class RowPool(Pool):
 
     @property
     def takes_batch(self) -> bool:
-        """Whether a batch may enter: every running batch has freed at least one slot."""
         return all(rows.has_left_slots for rows in self._rows.values())
 
     @property
@@ -114,7 +112,6 @@ class RowPool(Pool):
         self._promise()
 
     def _next_batch(self, most: int | None) -> list[Request]:
-        """Remove the requests of the next batch from the queue, and return them."""
         if self.batching == "slots" and (members := self._by_algorithm_2(most)):
             return members
         members = []
@@ -126,11 +123,6 @@ class RowPool(Pool):
         return members
 
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
-        """Remove the requests of the next batch from the queue by TCB's Algorithm 2 (slots), and return them.
-
-        With order das, slots are as long as the longest request that das chooses only by utility. Longer requests keep
-        waiting. With other orders, slots are as long as the longest request.
-        """
         chosen: list[Request] = []
         longest = 0
         fitting: list[Request] = []
@@ -192,7 +184,6 @@ class RowPool(Pool):
         self.memory.num_promised = self.kv_blocks - self._free_blocks
 
     def _blocks(self, requests: list[Request]) -> int:
-        """Return the number of blocks that these requests need as a batch."""
         layout = lay_out(self.batching, requests, self.layout_tokens)
         answers = layout.most_a_slot * max(request.max_output for request in requests)
         return layout.num_slots * self.memory.blocks_for(layout.slot_tokens + answers)

@@ -52,7 +52,6 @@ class PromptBudget:
         self._credit += target
 
     def covers(self, length: int) -> bool:
-        """Return whether a prompt of `length` tokens may be encoded in this phase."""
         return self._credit >= length / 2
 
     def spend(self, length: int) -> None:
@@ -66,8 +65,6 @@ class PromptBudget:
 
 
 class OneLaneRule:
-    """The scheduling rule of one micro-batch, with the state of its phase."""
-
     def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
         self._number = number
@@ -80,7 +77,6 @@ class OneLaneRule:
         """Number of consecutive steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Adopt other settings. The current phase continues with a new token budget."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
@@ -126,9 +122,6 @@ class OneLaneRule:
         return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the ids of the requests to decode, without cancelled requests and those that get their last token in
-        the running step.
-        """
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
                 batch.stop(batch.decoding[id_])
@@ -136,7 +129,7 @@ class OneLaneRule:
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
         """Return whether waiting prompts stay out of this step: the engine does not check for new requests now, or
-        prompts wait for more prompts. Consecutive steps of such waiting are counted.
+        prompts wait for more prompts.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
@@ -152,7 +145,6 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts are deferred. Return the ids of partly encoded prompts that must pause."""
         settings = self.settings
         # Preempted requests already have their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
@@ -160,7 +152,6 @@ class OneLaneRule:
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
-        """Return prompt chunks that fill the step to its limit. Admit requests as needed, up to `max_batch` in all."""
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
@@ -170,7 +161,6 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return prompt chunks with which the step ends before running requests' next tokens are due."""
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
@@ -186,9 +176,6 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return prompt chunks that fill the step. Admit requests as needed, up to `max_batch` in all. Partly encoded
-        prompts come first, then waiting ones, then deferred ones.
-        """
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
         self._go_on(room, pool, [request for request in begun if request.id not in giving_way], chunks)
@@ -200,7 +187,6 @@ class OneLaneRule:
         return tuple(chunks)
 
     def _go_on(self, room: PromptRoom, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
-        """Add the next chunks of partly encoded prompts to `chunks`."""
         for request in begun:
             if not room.is_open:
                 return
@@ -232,9 +218,6 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits in the rest of the step. A prompt above the token budget fits if the
-        whole budget does.
-        """
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -242,11 +225,9 @@ class OneLaneRule:
         )
 
     def has_slot(self, batch: MicroBatch) -> bool:
-        """Return whether the micro-batch may take another request."""
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a static batch's prompts. Several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
@@ -310,12 +291,10 @@ RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLane
 
 
 def rule_of(settings: LaneSettings, number: int = 0, own: Rule | None = None) -> OneLaneRule:
-    """Return a new rule for one micro-batch: the plan's, or a copy of `own`."""
     if own is not None:
         return own.of(settings, number)
     return RULE_TYPES[type(settings)](settings, number)
 
 
 def rest_of_prompt(request: Request) -> Chunk:
-    """Return the part of a request's prompt that is not encoded yet."""
     return Chunk(request.id, request.encoded, request.context - request.encoded)

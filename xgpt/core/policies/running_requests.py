@@ -24,7 +24,6 @@ class StepsUnderWay:
 
     @property
     def last(self) -> Step:
-        """The step that began last."""
         return self._steps[-1]
 
     def begin(self, step: Step) -> None:
@@ -38,14 +37,10 @@ class StepsUnderWay:
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
-        """Return those of `ids` that are in no running step."""
         touched = {id_ for step in self._steps for id_ in step.ids}
         return [id_ for id_ in ids if id_ not in touched]
 
     def take_leaving(self, step: Step) -> list[int]:
-        """Return the ids of the cancelled requests that leave now: `step`, which has just been settled, was their last
-        one.
-        """
         if not self.leaving:
             return []
         gone = [id_ for id_ in step.ids if id_ in self.leaving and not self.touches(id_)]
@@ -59,16 +54,10 @@ class Running:
     With each step, requests get more tokens and need more blocks. When no block is available, some requests are
     preempted and wait again.
 
-    Args:
-        memory: K/V memory of the lanes.
-        waiting: the queue of waiting requests.
-
     Attributes:
         encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
         runs_ahead: whether a step is scheduled while the previous one runs, so that requests are assumed to continue up
             to their maximum output.
-        running: by id, running requests in the order in which they entered.
-        batches: all micro-batches.
         under_way: running steps, whose results have not been processed yet.
         num_preemptions: number of preemptions so far.
         num_scored: number of prompt tokens for which the next step will compute log probabilities.
@@ -93,13 +82,11 @@ class Running:
         """By id: the blocks given to the request since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
-        """Add and return `count` empty micro-batches, which share this pool's queue and memory."""
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
         self.batches.extend(added)
         return added
 
     def in_turn(self, first: MicroBatch) -> list[MicroBatch]:
-        """Return all micro-batches in the order of their turns, beginning with `first`."""
         number = self.batches.index(first)
         return self.batches[number:] + self.batches[:number]
 
@@ -109,17 +96,14 @@ class Running:
 
     @property
     def now_ns(self) -> int:
-        """The engine's clock at the last `expire`."""
         return self.waiting.now_ns
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Ids of the running requests whose prompts are not completely encoded."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     @property
     def reserved_blocks(self) -> int:
-        """Number of blocks in use or promised. Shared blocks count once."""
         return self.memory.num_reserved
 
     def _enter(self, request: Request, batch: MicroBatch) -> None:
@@ -187,7 +171,6 @@ class Running:
         return self.reserved_blocks + missing <= self.memory.decodes.count
 
     def take_grown(self) -> tuple[tuple[int, int], ...]:
-        """Return (request, block) pairs for the blocks that `make_room` has given since the last call, in order."""
         if not self._grown:
             return ()
         grown = tuple((id_, block) for id_, blocks in self._grown.items() for block in blocks)
@@ -195,7 +178,6 @@ class Running:
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        """Return the ids of the requests preempted since the last call. They wait again."""
         if not self._preempted:
             return ()
         preempted = tuple(self._preempted)
@@ -203,13 +185,11 @@ class Running:
         return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
-        """Record that a step has begun."""
         batch.steps_under_way += 1
         self.num_scored = 0
         self.under_way.begin(step)
 
     def end(self, step: Step, batch: MicroBatch) -> None:
-        """Record that a step has been executed."""
         batch.steps_under_way -= 1
         self.under_way.end(step)
 
@@ -220,7 +200,6 @@ class Running:
             self._advance(batch.assumed, batch)
 
     def _advance(self, step: Step, batch: MicroBatch) -> None:
-        """Count a step's tokens. A request that has ended since the step was scheduled gets no token."""
         if step.decode:
             batch.advance()
         ended: list[Request] = []
@@ -239,7 +218,6 @@ class Running:
             self.waiting.charge([*emitted, *(request for request in decoding if request is not None)])
 
     def _preempt_last(self) -> None:
-        """Preempt the request that entered last, among those that may be preempted and are in no running step."""
         is_shared = self.memory.kv == "quantile"
         id_ = next(
             id_

@@ -39,7 +39,6 @@ class Schedule(ABC):
 
     Attributes:
         lanes: the groups of workers that run steps, in the order in which an engine asks them for steps.
-        stages: the plan's stages, empty without a plan.
     """
 
     lanes: tuple[LaneName, ...]
@@ -72,9 +71,6 @@ class Schedule(ABC):
 
     def apply(self, other: Schedule) -> bool:
         """Adopt another plan's settings before the next step. Running requests continue.
-
-        Args:
-            other: the other plan's schedule, without requests.
 
         Returns:
             Whether the settings were adopted. They are not if the plans differ in lanes, stages, micro-batches or
@@ -114,13 +110,9 @@ class Schedule(ABC):
         """Return the micro-batch of a step."""
 
     def sampled(self, step: Step) -> list[int]:
-        """Return the ids of the requests that get a token in this step, including finished requests that keep their
-        slots.
-        """
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:
-        """Return the ids of the requests whose prompts are completely encoded in this step."""
         running = self.pool.running
         return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
 
@@ -132,9 +124,6 @@ class OneLane(Schedule):
     A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
     of one micro-batch would delay the short decode steps of the others. A static batch enters as a whole, in equal
     parts, after all requests of the previous batch have left.
-
-    Args:
-        rule: a rule of one's own in place of the plan's. None means the plan's.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
@@ -235,7 +224,6 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Return whether a static batch has prompts that no step encodes yet. They need not wait for running steps."""
         if not self.settings.refill_when_empty:
             return False
         return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

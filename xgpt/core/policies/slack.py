@@ -45,7 +45,6 @@ class StepClock:
         return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
 
     def prompt_ns(self, length: int) -> int:
-        """Return the nanoseconds of a step that encodes one whole prompt and nothing else."""
         return round(1e9 * (self.tokens(length) + self.piece(0, length)))
 
 
@@ -59,8 +58,6 @@ class Slack(NamedTuple):
 
     Attributes:
         tpot_ns: nanoseconds per output token after which tokens are due: `budget.share` of the plan's bound.
-        num_stages: number of stages of the lane.
-        num_microbatches: number of micro-batches of the lane, which take strict turns.
     """
 
     budget: SlackBudget
@@ -79,11 +76,9 @@ class Slack(NamedTuple):
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
-        """Return a request's `tpot_ns`. `due_ns` explains `own_ns`."""
         return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:
-        """Return the slack budget for one of `count` micro-batches, with its share of the tokens."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
         budget = self.budget.but(least_tokens=least, most_tokens=most)
         return self._replace(budget=budget, num_microbatches=count)
@@ -164,9 +159,7 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Record that a micro-batch's decode step is scheduled now. Requests that have joined since the last decode
-        step count as if they got their first token now.
-        """
+        """Requests that have joined since the last decode step count as if they got their first token now."""
         for request in batch.joined:
             if request.first_ns is None:
                 request.first_ns = now_ns
@@ -194,7 +187,6 @@ class LaneForecast:
         return max(now_ns, free_ns)
 
     def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
-        """Record that a step is scheduled now, with a predicted time of `seconds` through all stages."""
         self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
 
 
@@ -215,8 +207,6 @@ class PromptRoom(Protocol):
 
 
 class TokenRoom:
-    """Room for a number of prompt tokens. None means no limit."""
-
     def __init__(self, left: int | None) -> None:
         self._left = left
 
@@ -274,7 +264,6 @@ class TimeRoom:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the step takes with all tokens added so far."""
         return self._clock.tokens(self._decodes + self._used) + self._others_s
 
     def _is_over_in_time(self, start: int, length: int) -> bool:

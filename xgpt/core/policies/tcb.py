@@ -46,12 +46,10 @@ class RowBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt tokens that are computed, including padding."""
         return self.num_slots * self.slot_tokens
 
     @property
     def most_a_slot(self) -> int:
-        """Number of requests in the fullest slot."""
         return int(np.bincount([place.slot for place in self.places]).max())
 
 

@@ -31,13 +31,11 @@ class TwoLaneSettings:
 
     Attributes:
         encode_tokens: target mean number of prompt tokens of an encode batch.
-        encode_stages: number of stages of the encode lane, which runs as many batches at the same time.
         encode_blocks: number of K/V blocks of the encode lane. They hold prompts until their K/V has been moved.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         decode_batch: planned mean number of decoding requests.
         adjustment: if the number of decoding requests differs from `decode_batch` by more than this share, encode
             batches are made smaller or larger by this share. 0 means never.
-        decode_microbatches: number of micro-batches of the decode lane.
         buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
             step.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.
@@ -56,7 +54,6 @@ class TwoLaneSettings:
     reuse_is_planned: bool = False
 
     def budget(self) -> PromptBudget:
-        """Return the token budget of encode batches."""
         return PromptBudget(self.encode_tokens, self.decode_batch, self.adjustment)
 
 
@@ -176,7 +173,6 @@ class TwoLane(Schedule):
         return step
 
     def _due(self) -> int:
-        """Return how many waiting prompts the next encode batch takes (at least one)."""
         settings = self.settings
         budget = copy(self._budget)
         budget.open(self._excess())
@@ -192,15 +188,12 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return the number of decoding requests minus its planned mean, or 0 without `adjustment`."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
-        """Return how many tokens of a waiting request count towards the budget of an encode batch."""
         return self.pool.memory.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
-        """Return how many blocks of the encode lane would be in use after `count` more prompts have entered."""
         memory = self.pool.memory
         return memory.prompts.num_used + sum(map(memory.prompt_blocks_to_enter, self.pool.waiting.ahead(count)))
 
