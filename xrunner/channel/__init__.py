@@ -30,8 +30,7 @@ ALIVE_S, SILENCE_S = 1.0, 15.0
 it counts as hung.
 """
 BUSY_S = 60.0
-"""Longest time in seconds without a report from an engine whose process is working, according to the operating
-system."""
+"""Longest time in seconds without a report from an engine whose process is working."""
 STEP_S, LONG_STEP_S = 120.0, 1800.0
 """Longest time, in seconds, for which an engine that has requests may end no step. The second number applies while the
 engine's process is working, according to the operating system.

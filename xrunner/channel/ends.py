@@ -66,7 +66,6 @@ class EngineEnd(Generic[T]):
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a message has arrived."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:

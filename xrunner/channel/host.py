@@ -56,7 +56,6 @@ class HostedEngine(Protocol):
 
     Attributes:
         on_refused: called with the reason if a new plan cannot be deployed and the previous plan continues.
-        on_begin: called when a step begins, with the requests that start in it.
     """
 
     takes_seeds: bool

@@ -173,8 +173,7 @@ class Shortening:
 
 
 class DecodeDown:
-    """Decodes the front's messages, and restores the parts that requests left out. Each connection has one such
-    object."""
+    """Decodes the front's messages, and restores the parts that requests left out."""
 
     def __init__(self) -> None:
         self._before = _Before()

@@ -49,8 +49,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class KvLimits(Protocol):
-    """The K/V memory that one request may have under a plan, in blocks of `block_size` tokens. See
-    `xgpt.core.policies.Pool`."""
+    """The K/V memory that one request may have under a plan, in blocks of `block_size` tokens."""
 
     @property
     def kv_blocks(self) -> int: ...
@@ -135,8 +134,7 @@ class EngineProcess:
     """A process that runs `python -m MODULE FD`, where FD is its end of the channel. The process reads `order` from
     standard input.
 
-    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front. The front then lets
-    requests finish.
+    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front.
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
