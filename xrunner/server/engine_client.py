@@ -56,7 +56,6 @@ class Submission:
     """The properties that all outputs of one HTTP request have in common.
 
     Attributes:
-        bounds: the API key's latency bounds, for goodput.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
         read_s: time at which the whole body had arrived, on the same clock.
@@ -109,9 +108,6 @@ class EngineClient:
     Args:
         watch: observes the requests, and re-plans. None means that the server neither re-plans nor restarts a lost
             engine.
-
-    Attributes:
-        backlog: requests whose first step has not begun, according to the engine's messages.
     """
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:

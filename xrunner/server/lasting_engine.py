@@ -143,8 +143,7 @@ class LastingEngine:
     """Runs an engine from `start` to `stop`. `stop` closes the engine. All methods run in the event loop's thread.
 
     If the engine's process dies or hangs, the engine is restarted on the last plan under which a step has ended, and
-    requests continue after their last tokens (`Handover`). The engine is also restarted for a plan with another number
-    of replicas.
+    requests continue after their last tokens (`Handover`).
 
     Args:
         running: returns the plan to run. None means that a lost engine is not restarted.

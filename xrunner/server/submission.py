@@ -101,8 +101,7 @@ def check_support(request: GenerationRequest, model: ServedModel, engine: Engine
 def check_prompts(
     request: GenerationRequest, prompts: list[list[int]], model: ServedModel, engine: EngineClient, limits: Limits
 ) -> list[CheckedPrompt]:
-    """Check prompts, and return them with the limits on their outputs. Raises ApiError (400) if a prompt cannot be
-    answered."""
+    """Check prompts, and return them with the limits on their outputs. Raises ApiError (400)."""
     rule = limits.output_rule(None if engine.watch is None else engine.watch.plan)
     kept = [request.kept_of(tokens, model.spec.max_context) for tokens in prompts]
     checked = [

@@ -26,7 +26,6 @@ class AllowedHosts:
 
     Args:
         bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.
-        extra: further names, for example of a proxy or a service.
         origins: origins of other sites whose pages may use this server.
     """
 

@@ -67,9 +67,7 @@ class CallList:
         return self._calls[: self._most]
 
     def pieces(self) -> list[CallPiece]:
-        """Return the additions to function calls since the last call of this method: at most one piece for each
-        function call.
-        """
+        """Return the additions to function calls since the last call of this method."""
         found: list[CallPiece] = []
         for piece in self._pieces:
             if found and found[-1].number == piece.number:
@@ -94,9 +92,6 @@ def new_id(*, short: bool) -> str:
 
 class Extent:
     """Finds where a bracketed text ends, piece by piece.
-
-    Attributes:
-        at: number of characters that have been examined.
 
     Args:
         quotes: texts around strings, within which brackets do not count.

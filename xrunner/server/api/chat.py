@@ -32,7 +32,6 @@ class _Template:
     """One template. Rendering a probe text shows in which form the template expects messages.
 
     Attributes:
-        takes_parts: whether the template loops over the parts of a message's content.
         knows_developer: whether the template shows messages of the role `developer`. If not, their role becomes
             `system`.
     """

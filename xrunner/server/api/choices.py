@@ -87,9 +87,7 @@ class Choice:
         self._num_chars += len(self._echoed.push(token))
 
     def push(self, token: Token) -> Delta:
-        """Record a token, and return the text and calls that it adds. A stop token adds no text. A stop string ends the
-        choice.
-        """
+        """Record a token, and return the text and calls that it adds. A stop token adds no text."""
         if self._is_hidden:
             self.finish = "length"
             self._texts.append(self._prefix)

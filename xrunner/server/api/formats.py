@@ -1,7 +1,6 @@
 """The formats in which models write reasoning and calls of functions, as data.
 
-configs/call_formats.yaml has a row for each format of calls. `reader` reads outputs by these rows, and `form` makes
-grammars from them.
+configs/call_formats.yaml has a row for each format of calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Implement Anthropic's Messages API (POST /v1/messages and /v1/messages/count_tokens) by translation to chats.
-
-If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off.
-Its budget is ignored. Images, documents, and tools that Anthropic runs are refused. `max_tokens` may exceed the
-context: an output that fills the context ends with `model_context_window_exceeded`.
-"""
+"""Implement Anthropic's Messages API (POST /v1/messages and /v1/messages/count_tokens) by translation to chats."""
 
 from __future__ import annotations
 

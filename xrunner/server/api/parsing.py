@@ -25,9 +25,7 @@ from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
-"""Approximate largest number of items of all lists in a body. Most items are prompt tokens. Half a million of them
-block the event loop for 25 ms.
-"""
+"""Approximate largest number of items of all lists in a body. Half a million of them block the event loop for 25 ms."""
 
 MAX_FREE_BYTES = 256 << 10
 """Largest size, in bytes with white space, of a field in which clients may put anything."""

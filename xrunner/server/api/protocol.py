@@ -1,9 +1,5 @@
 """Define the bodies of /v1/completions and /v1/chat/completions: which fields are accepted, and how they may be
 combined.
-
-docs/guide/serve.md lists the fields beyond OpenAI's. If the checkpoint has a tokenizer, an output can be restricted to
-a format (`response_format`, `structured_outputs`), to calls of functions (`tools`), or to one of the two. Reasoning
-before the output is not restricted.
 """
 
 from __future__ import annotations
@@ -46,16 +42,12 @@ TOKEN_BYTES, BIAS_BYTES = 40, 200
 BRACE_BYTES, BRACKET_BYTES, STRING_BYTES, ITEM_BYTES = 200, 64, 50, 16
 """Bytes of memory of an object, a list, a text and an item, in addition to their characters."""
 FREE_OBJECT_BYTES = 192 << 10
-"""Bytes of a request's objects that are not counted. They suffice for 20 to 30 kB of declared functions, which is more
-than most clients send.
-"""
+"""Bytes of a request's objects that are not counted. They suffice for 20 to 30 kB of declared functions."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 def memory_of(*values: Any) -> int:
-    """Return approximately how many bytes of memory decoded JSON takes, less `FREE_OBJECT_BYTES`. An empty list takes
-    twenty times the memory of its text.
-    """
+    """Return approximately how many bytes of memory decoded JSON takes, less `FREE_OBJECT_BYTES`."""
     num_bytes = -FREE_OBJECT_BYTES
     for written in (msgspec.json.encode(value) for value in values if value is not None):
         num_bytes += len(written) + BRACE_BYTES * written.count(b"{") + BRACKET_BYTES * written.count(b"[")

@@ -1,9 +1,5 @@
 """Translate tools of OpenAI's Responses into functions of a chat.
 
-Agents put the functions of an MCP server into a namespace. The names of such functions then contain the namespace. A
-custom tool, which takes a text, becomes a function whose only argument is the text. Calls are returned in the form in
-which the tools were declared.
-
 Agents send tools that OpenAI would run (`HOSTED`) with every request. If the request also has functions and the model
 may choose, these tools are left out, also from the answer's `tools`. A request that has only such tools, or that
 requires one, is refused.

@@ -1,9 +1,4 @@
-"""Implement OpenAI's Responses API (POST /v1/responses) by translation to chats.
-
-Nothing is stored: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
-`store: false`. Reasoning is returned as an item with its text, and clients may send it back unchanged. Tools that the
-client runs become functions of the chat (`response_tools`).
-"""
+"""Implement OpenAI's Responses API (POST /v1/responses) by translation to chats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Convert between text and token ids, if the checkpoint has a tokenizer, and end texts at stop strings.
-
-`ServedModel` has the properties against which requests are checked.
-"""
+"""Convert between text and token ids, if the checkpoint has a tokenizer, and end texts at stop strings."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class TextCodec:
     """A checkpoint's tokenizer, and its chat template if it has one.
 
     Attributes:
-        eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer has
-            none.
+        eos_token_id: the tokenizer's end token, which may differ from the model's.
         added: ids of the tokens that are not text. A model may write them anywhere.
         longest_token: number of characters in the longest token. A text of n tokens is at most n times as long.
     """

@@ -1,8 +1,4 @@
-"""Define the functions that a chat may call, as requests declare them, and calls, as messages contain them.
-
-With `tool_choice` auto, a model writes a call in the format that its template describes (`formats`). If a function must
-be called, the output is only the call. `form` has the grammar of outputs, and `reader` reads them.
-"""
+"""Define the functions that a chat may call, as requests declare them, and calls, as messages contain them."""
 
 from __future__ import annotations
 
@@ -82,9 +78,8 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that templates expect. Arguments that are JSON become an object, and missing
-        arguments become an empty object. Python's own JSON reader would accept half of a surrogate pair (\\ud800),
-        which no tokenizer accepts.
+        """Arguments that are JSON become an object, and missing arguments become an empty object. Python's own JSON
+        reader would accept half of a surrogate pair (\\ud800), which no tokenizer accepts.
         """
         try:
             arguments = msgspec.json.decode(self.function.arguments.strip() or "{}")

@@ -1,6 +1,4 @@
-"""Define what adapters for other APIs have in common. Each translates a request into a chat, and the answer into
-blocks.
-"""
+"""Define what adapters for other APIs have in common."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class AnswerBlock(NamedTuple):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes an answer with one choice as a sequence of blocks. Each block is opened, filled and closed. The answer is
-    sent as named events or as one object.
-    """
+    """Writes an answer with one choice as a sequence of blocks. Each block is opened, filled and closed."""
 
     def __init__(self) -> None:
         self._num_reasoning = 0

@@ -1,11 +1,4 @@
-"""Write answers as OpenAI's objects: as a whole, or chunk by chunk.
-
-In addition to OpenAI's fields an answer carries:
-    reasoning_content: for each message, the model's reasoning, if the model shows it.
-    token_ids: the tokens of each choice or, in a stream, of each chunk.
-    xgpt: {queued_s, ttft_s, total_s}, the seconds from the request's submission to the engine to its first step, to its
-        first token and to its last token, each for the slowest choice. In a stream, it comes with the last token.
-"""
+"""Write answers as OpenAI's objects: as a whole, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -59,9 +52,7 @@ class Delta:
     is_first: bool = False
     calls: Sequence[CallPiece] = ()
     may_wait: bool = False
-    """Whether the token may be sent with the next chunk if it adds no text to send. This is so if a call may begin
-    here.
-    """
+    """Whether the token may be sent with the next chunk if it adds no text to send."""
     reasoning: str = ""
     is_reasoning: bool = False
     stopped_at: str | None = None
@@ -304,10 +295,7 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 
 
 def event_line(event: str) -> bytes:
-    """Return an event with this JSON on one line, even for clients that end lines at Unicode's line separators.
-
-    Such a client is httpx's `aiter_lines`. JSON itself escapes other line separators.
-    """
+    """Return an event with this JSON on one line, even for clients that end lines at Unicode's line separators."""
     return f"data: {event if event.isascii() else event.translate(_LINE_ENDS)}\n\n".encode()
 
 

@@ -1,6 +1,4 @@
-"""Answer one request: take tokens from the engine, decode them, and send text to the client, as a whole or as
-server-sent events.
-"""
+"""Answer one request: take tokens from the engine, decode them, and send text to the client."""
 
 from __future__ import annotations
 

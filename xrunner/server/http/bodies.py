@@ -82,9 +82,7 @@ class RequestMemory:
 
 
 class Turns:
-    """Lets only one long body proceed in each iteration of the event loop, so that other requests wait for one body at
-    a time and not for all.
-    """
+    """Lets only one long body proceed in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()

@@ -48,8 +48,7 @@ RESERVED_FILES = 64
 """Number of files that may be open besides counted connections: logs, checkpoints, pipes, and connections that are
 accepted before another one is closed."""
 SURPLUS = 16
-"""Number of connections beyond the limit, for probes, which must see that the server runs even if all other connections
-are busy."""
+"""Number of connections beyond the limit, for probes."""
 MAX_CONNECTIONS = 8192
 PROBE_S = 0.05, 1.0
 """Shortest and longest interval between two checks of whether a client that has stopped sending still reads."""
@@ -63,7 +62,6 @@ class Phase(IntEnum):
     """Phase of a connection. If there are too many connections, those in earlier phases are closed first."""
 
     HEAD = 0
-    """Waiting for a request's head."""
     BODY = 1
     ANSWER = 2
 
@@ -85,17 +83,12 @@ def most_connections() -> int:
 FREE_CHUNKS = 512
 """Number of a body's chunks that may be short without being counted against `CHUNK_BYTES`."""
 CHUNK_BYTES = 512
-"""Least mean length, in bytes, of the other chunks. Each chunk takes about 40 us, so a body of 16 MiB takes 1.3 s in
-all.
-"""
+"""Least mean length, in bytes, of the other chunks. Each chunk takes about 40 us."""
 
 
 class Parser(h11.Connection):
     """h11's parser of requests. A body in chunks is not parsed until the application asks for it, and its chunks are
     counted.
-
-    Attributes:
-        is_held: whether a body in chunks waits for the application.
     """
 
     def __init__(self, max_head_bytes: int) -> None:

@@ -64,8 +64,6 @@ def serve(
     before they end with an error. A second signal ends them immediately.
 
     Args:
-        tls: context with the server's certificate. None means HTTP without TLS.
-        bound: a listening socket to use instead of the address.
         restarts: whether a hang of the event loop starts this process's command again (`watchdog`). Otherwise the
             process ends.
 

@@ -69,9 +69,7 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return a chat rendered by the checkpoint's template, and its tokens. Raise ApiError (400) if there is no
-        template.
-        """
+        """Return a chat rendered by the checkpoint's template, and its tokens. Raise ApiError (400)."""
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"

@@ -1,5 +1,4 @@
-"""Send OpenTelemetry traces: a span for each request for tokens, with its phases: waiting, encoding (prefill) and
-decoding.
+"""Send OpenTelemetry traces: a span for each request for tokens.
 
 This module is imported only if traces are enabled, and needs the extra `otel`.
 """

@@ -1,5 +1,4 @@
-"""Observe how a served plan performs. When lengths or pace change, let a planner judge the plan, and adopt a better
-one.
+"""Observe how a served plan performs. When lengths or pace change, let a planner judge the plan.
 
 This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
 of lengths run elsewhere.
@@ -105,9 +104,7 @@ class Watch:
 
     Attributes:
         history: decisions and failed judgements, the latest last.
-        judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began. None means that there is
-            none.
-        num_failures: number of judgements that have failed since the last decision.
+        judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
@@ -197,7 +194,6 @@ class Watch:
         self._look()
 
     def wants_step(self, record: StepRecord) -> bool:
-        """Return whether the step that has just ended should be compared with its prediction."""
         return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
@@ -259,9 +255,7 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the running plan. The running plan is not
-        tried again.
-        """
+        """Return to the previous plan, because the engine could not deploy the running plan."""
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
             return
