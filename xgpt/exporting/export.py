@@ -82,7 +82,7 @@ def check_target(plan: Plan, target: Target) -> None:
     """Check that a target starts the engine for which a plan was made.
 
     Raises:
-        InputError: the target starts another engine. The message names the engine for which to plan.
+        InputError: the target starts another engine.
     """
     engine = plan.engine
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
@@ -103,7 +103,7 @@ def check_memory(plan: Plan) -> None:
     """Check that by its estimate a plan fits into the memory of its devices.
 
     Raises:
-        InputError: the plan does not fit. The message states the needed and the available memory of the fullest device.
+        InputError: the plan does not fit.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -118,7 +118,6 @@ def check_memory(plan: Plan) -> None:
 
 
 def start_command(target: Target) -> str:
-    """Return the command that starts the exported files in the current directory."""
     scripts = {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh", "compose": "docker compose up"}
     return scripts.get(target, "kubectl apply -k .")
 
@@ -144,11 +143,6 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 
 def _nodes(plan: Plan) -> tuple[str, str]:
-    """Return what vLLM's script needs to start on several nodes: a comment and arguments. Both are empty for one node.
-
-    Raises:
-        InputError: the plan's devices do not divide evenly among its nodes.
-    """
     num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
     count = -(-num_devices // per_node)
     if num_devices % count:
@@ -169,9 +163,6 @@ def _nodes(plan: Plan) -> tuple[str, str]:
 def _engine_itself(plan: Plan) -> dict[str, str]:
     """Return a script that starts one replica of a plan in its engine, with the engine's own scheduler. Replicas that
     share experts start together.
-
-    Raises:
-        InputError: no command of the engine can run the plan.
     """
     command = engine_command(plan)
     if command is None:
@@ -188,7 +179,6 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """Return a script that runs `xgpt serve` with xgpt's own engine, on a Ray cluster if there are several nodes."""
     check_engine(plan, "xgpt")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
@@ -208,7 +198,6 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
     """Return a script that runs a command and passes its own arguments on to the command.
 
     Args:
-        variables: further arguments, already quoted. They may contain shell variables.
         fetched: hub id of the model whose missing weights the script downloads first. None means no download.
     """
     fetch = ""

@@ -66,7 +66,6 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
 
 
 def _names(base: str, number: int) -> Names:
-    """Return the names of the Kubernetes objects for the kind `number`."""
     labels = {"app.kubernetes.io/part-of": base, "xgpt-kind": str(number)}
     return Names(f"{base}-{number}", {"app.kubernetes.io/name": f"{base}-{number}", **labels})
 

@@ -142,7 +142,6 @@ def replica_files(plan: Plan, names: Names) -> dict[str, str]:
 
 
 def deployment(plan: Plan, selector: Mapping[str, str], spec: Object, meta: Object) -> Object:
-    """Return a Deployment with a pod for each replica of a plan."""
     template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
     deployed = {"replicas": plan.replicas, "selector": {"matchLabels": selector}, "template": template}
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed}
@@ -153,8 +152,6 @@ def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: O
 
     Args:
         size: number of pods of a replica, leader included.
-        meta: metadata of the set. Its labels are also those of leaders. Workers have only the labels of all pods of the
-            plan.
     """
     template = {
         "size": size,
@@ -166,7 +163,6 @@ def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: O
 
 
 def serving_command(names: Names, port: int, more: Sequence[str]) -> list[str]:
-    """Return the command of a pod that answers requests."""
     hosts = [names.name, *(f"{names.name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
     command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *more]
     command += ["--host", "0.0.0.0", "--port", str(port), "--api-key-file", f"{ETC}/keys/keys"]
@@ -175,12 +171,10 @@ def serving_command(names: Names, port: int, more: Sequence[str]) -> list[str]:
 
 
 def follower_command(meet: Sequence[str]) -> list[str]:
-    """Return the command of a worker pod, which computes for its group's leader."""
     return ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
 
 
 def weights_note(plan: Plan, names: Names) -> str:
-    """Return a comment that states where pods get the weights."""
     draft = f";\n# the draft's weights come from a volume claim, {names.name}-draft" if mounts_draft(plan) else ""
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         token = f"a token for it: secret {names.name}-hub, key token"
@@ -189,7 +183,7 @@ def weights_note(plan: Plan, names: Names) -> str:
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """Return an autoscaler that overlays can add, or nothing if the plan's highest arrival rate is not known.
+    """Return an autoscaler that overlays can add.
 
     The autoscaler adds replicas when the arrival rate per replica exceeds the highest rate at which a replica keeps the
     plan's bounds.

@@ -176,11 +176,6 @@ def _reads_plan(plan: Plan) -> bool:
 
 
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
-    """Return each lane of a plan, with the name of its role on the platform.
-
-    Args:
-        alone: name of the role if the plan has only one lane.
-    """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 
 
@@ -201,7 +196,6 @@ def _served_name(plan: Plan) -> str:
 
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
-    """Return vLLM's engine arguments for a lane of one replica."""
     one = plan.deployed(replicas=1)
     if runs_by_itself(plan):
         drafts = pods.with_mounted_draft(plan) if pods.mounts_draft(plan) else plan
@@ -228,7 +222,6 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
-    """Return a component of a DynamoGraphDeployment. Dynamo's operator adds to it what its runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
     for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         entries[:] = [entry for entry in entries if entry["name"] != "shm"]
@@ -263,7 +256,6 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) 
 
 
 def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return the container for a lane that `xgpt serve` runs in vLLM."""
     return PodSpec(
         image,
         serving_command(names, FRONT_PORT, ["--engine", "vllm", *(MEET if nodes > 1 else ())]),
@@ -305,7 +297,6 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
 
 
 def _engine(answers: PodSpec) -> list[str]:
-    """Return the command of vLLM's server without its last options, which are for answering requests."""
     command = list(answers.command)
     return command[: command.index("--port")]
 

@@ -66,7 +66,6 @@ class Names:
         return cls(name, {"app.kubernetes.io/name": name})
 
     def meta(self, end: str = "", labels: Mapping[str, str] | None = None) -> Object:
-        """Return an object's metadata."""
         all_labels = {**self.selector, "app.kubernetes.io/managed-by": "xgpt", **(labels or {})}
         return {"name": f"{self.name}{end}", "labels": all_labels}
 
@@ -76,11 +75,9 @@ class PodSpec:
     """What a pod's main container runs, and what it needs.
 
     Attributes:
-        ports: port numbers by name.
         probed: name of the port that answers probes. None means no probes: such a pod ends when its engine ends.
         alive, ready: paths of the two probes: whether the container runs, and whether it accepts requests.
         mounts_keys, mounts_plan: whether a file with the clients' keys is mounted, and whether the plan is mounted.
-        env: further environment variables, as Kubernetes objects.
     """
 
     image: str
@@ -130,7 +127,6 @@ def mounts_draft(plan: Plan) -> bool:
 
 
 def with_mounted_draft(plan: Plan) -> Plan:
-    """Return the plan with the path at which containers mount the draft's weights."""
     assert plan.speculation is not None
     return plan.deployed(speculation=plan.speculation.but(draft=DRAFT_PATH))
 
@@ -207,7 +203,6 @@ def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> O
 
 
 def _fetching(model_id: str, names: Names, image: str) -> Object:
-    """Return an init container that downloads weights to the pod's disk."""
     return {
         "name": "fetch",
         "image": image,
@@ -223,13 +218,11 @@ def _fetching(model_id: str, names: Names, image: str) -> Object:
 
 
 def pod_security() -> Object:
-    """Return a security context with which a pod's containers run as a user without privileges."""
     user = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER}
     return user | {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def container_security() -> Object:
-    """Return a security context that gives a container only the rights that serving needs."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -238,13 +231,11 @@ def container_security() -> Object:
 
 
 def of_secret(variable: str, secret: str, key: str, *, optional: bool = False) -> Object:
-    """Return an environment variable whose value comes from a secret."""
     ref = {"name": secret, "key": key} | ({"optional": True} if optional else {})
     return {"name": variable, "valueFrom": {"secretKeyRef": ref}}
 
 
 def of_pod(variable: str, path: str) -> Object:
-    """Return an environment variable whose value is a field of the pod."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -253,7 +244,6 @@ def _hub_token(names: Names) -> Object:
 
 
 def _own_variables() -> list[Object]:
-    """Return environment variables that move caches and the home directory to the writable directory."""
     variables = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
     return [{"name": key, "value": value} for key, value in (variables | {"USER": "xgpt"}).items()]
 
@@ -263,10 +253,6 @@ def network_policy(
 ) -> Object:
     """Return a NetworkPolicy for a plan's pods. Pods of the namespace can reach them only on `ports`. They can reach
     only `beyond`, the hub if weights come from it and, with `among`, each other.
-
-    Args:
-        among: whether the plan's pods may reach each other on all ports.
-        beyond: ports that the plan's pods may reach at any address.
     """
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
     egress: list[Object] = []
@@ -298,7 +284,6 @@ def disruption_budget(names: Names) -> Object:
 
 
 def service(names: Names, selector: Mapping[str, str] | None = None) -> Object:
-    """Return the Service to which clients send requests."""
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     spec = {"selector": {**names.selector, **(selector or {})}, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta(), "spec": spec}
@@ -365,7 +350,6 @@ NIXL_PACKAGE = "nixl==1.5.1"
 
 
 def beside_vllm(plan: Plan) -> list[str]:
-    """Return the requirements that pip installs next to vLLM."""
     moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
     return [*map(pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
