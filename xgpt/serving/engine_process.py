@@ -63,9 +63,7 @@ def build_engine(
     The engine's `close` ends these processes.
 
     Args:
-        batching: layout of batches. Unless it is flat, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        reuse: whether requests share the K/V of common prompt prefixes.
         rule: a rule of one's own in place of the plan's.
 
     Raises:
@@ -98,20 +96,17 @@ def build_replica(
     ray: str | None = None,
     rule: Rule | None = None,
 ) -> Engine:
-    """Return the engine of one replica, with a process for each of its devices."""
     workers = _workers(plan, number, ray)
     return Engine(policies.build(plan, rule), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
-    """Return a worker in this process that holds the whole model."""
     worker = build_worker(WorkerSettings.of(plan, schedule.pool.kv_blocks))
     warm_up(worker)
     return worker
 
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
-    """Return a worker in this process that holds the whole model and runs batches in rows."""
     worker = build_row_worker(WorkerSettings.of(plan, num_blocks=0), batching, row_tokens(plan))
     warm_up(worker)
     return worker
@@ -148,7 +143,6 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 
 def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
-    """Start a replica's workers, one process for each device, and return their executor."""
     deployment = Deployment.of(plan)
     total = deployment.num_workers
     if ray is None:
@@ -176,7 +170,6 @@ END_S = 20.0
 
 
 def main() -> None:
-    """Run the engine until the front ends or the engine fails."""
     # The handler is not SIG_IGN, which processes started here would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -207,7 +200,6 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
 
 
 def _is_alone(order: EngineOrder) -> bool:
-    """Return whether this process itself executes the steps, on a CPU and without worker processes."""
     return order.plan.num_devices == 1 and order.plan.cluster.device.type == "cpu" and order.ray is None
 
 

@@ -129,9 +129,6 @@ def start_engine(plan: Plan, request: ServeFields, machines: Machines | None = N
 
 
 def _planner(plan: Plan, request: ServeFields) -> BackgroundPlanner | None:
-    """Return the planner for re-planning, or None if re-planning is off or impossible here. If it is impossible, the
-    log states the reason.
-    """
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")

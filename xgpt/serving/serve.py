@@ -224,9 +224,6 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
     """Check that the port is free. This comes before the engine's start, which takes long. A dry run only reports a
     taken port.
-
-    Raises:
-        MachineError: the address is not available.
     """
     try:
         check_address(request.host, request.port)
@@ -237,7 +234,6 @@ def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
-    """Return how this machine has changed since the plan's profile was measured, or None if it has not changed."""
     if not plan.cluster.is_local or plan.profile.source != "measured":
         return None
     try:
