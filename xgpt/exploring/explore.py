@@ -123,7 +123,6 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
 
 
 def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
-    """Return a table with the figures of each policy's plan."""
     rows = []
     for kind, (plan, rate) in plans.items():
         e = plan.estimate
@@ -146,7 +145,6 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
 
 
 def outline_of(plan: Plan) -> Part:
-    """Return a description of the chosen plan, and the memory use of its devices."""
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
         "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
@@ -159,7 +157,6 @@ def outline_of(plan: Plan) -> Part:
 
 
 def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
-    """Return for each policy a curve: the highest throughput at saturation over the latency."""
     relaxed = search.under(search.problem.constraint.but(**FREE))
     lines = []
     for kind in kinds:
@@ -173,7 +170,6 @@ def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
 
 
 def timeline(plan: Plan, search: Scheduler) -> Part:
-    """Simulate the plan at saturation, and return some steps of the run."""
     spans: list[Span] = []
     simulate(plan, search.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
     return figures.timeline(plan, spans)._asdict()
@@ -192,7 +188,6 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 
 
 def _judged(request: PlanRequest, command: str) -> Compared | XgptError:
-    """Return the judgement of the current deployment, or the reason why it cannot be scored."""
     try:
         return compare(request, command)
     except XgptError as error:
@@ -200,7 +195,6 @@ def _judged(request: PlanRequest, command: str) -> Compared | XgptError:
 
 
 def scored(judged: Compared | XgptError) -> Part:
-    """Return the current deployment's figures, and the judgement in words."""
     if isinstance(judged, XgptError):
         return {"error": str(judged)}
     plan = judged.current
@@ -211,7 +205,6 @@ def scored(judged: Compared | XgptError) -> Part:
 
 
 def settled(planned: Planned) -> Part:
-    """Return the plans that `xgpt plan` finds, with simulated arrival rates."""
     rated = {
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
@@ -230,7 +223,6 @@ def settled(planned: Planned) -> Part:
 
 
 def _bounded(planned: Planned) -> str:
-    """Return the chart of the bounded times over the load as a data URL, or "" if no arrival rate is bounded."""
     from xgpt.reporting.report import bounded_chart  # matplotlib takes a while to import
 
     best = planned.best
@@ -240,7 +232,6 @@ def _bounded(planned: Planned) -> str:
 
 
 def refusal(error: Exception) -> Part:
-    """Return the reason why a question has no answer."""
     if isinstance(error, InfeasibleError):
         return {
             "part": "infeasible",

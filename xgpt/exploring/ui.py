@@ -60,7 +60,6 @@ class AnswerProcess:
         """Set once the process can be interrupted or has ended."""
 
     async def start(self) -> None:
-        """Start the process. It then loads its modules in the background."""
         if self._reading is not None:
             await self._reading  # a line of the previous process must not count as an answer
         self._is_ready.clear()
@@ -78,13 +77,11 @@ class AnswerProcess:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether there is no process, or the process or its output has ended."""
         if self._process is None or self._reading is None:
             return True
         return self._process.returncode is not None or self._reading.done()
 
     async def stop(self) -> None:
-        """End the process, even in the middle of an answer."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -245,8 +242,6 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 def serve(port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the page on loopback until SIGTERM or SIGINT.
 
-    Args:
-        port: port on which to listen. 0 means any free port.
         on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:
