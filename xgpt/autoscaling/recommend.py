@@ -101,7 +101,6 @@ class _Live:
         self._recent: deque[tuple[float, ScrapedTraffic]] = deque()
 
     def once(self, stop: Event) -> WantedReplicas | None:
-        """Return one recommendation. With `scrape`, it needs two readings of the load."""
         found, note = self.look()
         if self.request.scrape:  # arrivals are counted between two readings
             if self.ready is None:
@@ -171,7 +170,6 @@ class _Metrics:
         self._at = Gauge(AT, "Unix time at which the replicas were recommended, in seconds.", registry=registry)
 
     def __call__(self, found: WantedReplicas, ready: tuple[int, ...] | None) -> None:
-        """Publish a recommendation, and how many replicas of each kind answered."""
         for labels, wanted, count in zip(self._labels, found.replicas, ready or (0,) * len(self._labels), strict=True):
             self._wanted.labels(*labels).set(wanted)
             self._ready.labels(*labels).set(count)
@@ -181,11 +179,6 @@ class _Metrics:
 
 @contextmanager
 def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics]:
-    """Serve metrics at the request's host and port. Yield the object that sets them to a recommendation.
-
-    Raises:
-        MachineError: the port cannot be opened.
-    """
     registry = CollectorRegistry()
     from xrunner.server.http.connections import Listener  # late: exports also import this module, and need no server
     from xrunner.server.http.process import GuardedServer
@@ -249,7 +242,6 @@ class SimulatedFleet:
 
     @property
     def figures(self) -> dict[str, float]:
-        """All figures of the day, by name."""
         return {
             "requests": self.num_requests,
             "share_kept": self.share_kept,

@@ -36,11 +36,7 @@ class Counts(NamedTuple):
     """A replica's counters, which start at 0 when the replica starts, and its waiting requests.
 
     Attributes:
-        arrived: number of accepted requests.
-        ended: number of ended requests.
         prompt_tokens: number of prompt tokens of the accepted requests.
-        output_tokens: number of generated tokens.
-        waiting: number of requests that wait now.
         age_s: seconds since the replica's start, or infinity if not known.
     """
 
@@ -60,10 +56,6 @@ class ScrapedTraffic(NamedTuple):
 
     Attributes:
         seconds: time since the previous reading that a replica answered. 0 means that there was no such reading.
-        num_requests: number of requests that arrived.
-        ended: number of ended requests.
-        prompt_tokens: number of prompt tokens of the requests that arrived.
-        output_tokens: number of generated tokens.
         waiting: number of requests that wait now.
         ready: for each kind, how many replicas answered the latest reading. # [kinds]
     """
@@ -83,7 +75,6 @@ class Target(NamedTuple):
 
     Attributes:
         kind: index of the kind in the fleet.
-        url: the URL without the path /metrics.
     """
 
     kind: int
@@ -113,12 +104,7 @@ def target_of(text: str, kinds: Sequence[str]) -> Target:
 
 
 class LoadReader:
-    """Reads the load of a fleet's replicas.
-
-    Args:
-        num_kinds: number of the fleet's kinds.
-        api_key: key to send to the replicas, or None.
-    """
+    """Reads the load of a fleet's replicas."""
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
         self._targets, self._num_kinds = targets, num_kinds
@@ -179,7 +165,6 @@ class LoadReader:
         return kind, url, None if text is None else read_counts(text)
 
     async def _page(self, url: str) -> str | None:
-        """Return a page's text, or None if the response is an error, is too long, or takes longer than `TIMEOUT_S`."""
         page = bytearray()
         with suppress(httpx.HTTPError, TimeoutError):
             async with (
