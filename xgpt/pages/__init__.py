@@ -49,7 +49,6 @@ def render_ui() -> str:
 
 
 def _render_alive(name: str, **values: object) -> str:
-    """Return a page with two scripts: the common one for drawing, and the page's own."""
     script = "".join(files(__name__).joinpath(f"{part}.js").read_text(encoding="utf-8") for part in ("draw", name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(f"{name}.html", script=Markup(script), script_hash=f"sha256-{digest}", **values)

@@ -40,8 +40,6 @@ _STYLE: dict[Any, Any] = {
 
 
 class Chart(NamedTuple):
-    """An image for a page: its data URL, its alternative text, and its caption."""
-
     source: str
     alt: str
     caption: str
@@ -57,8 +55,6 @@ class Bar(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A named line in a chart."""
-
     name: str
     x: Sequence[float]
     y: Sequence[float]
