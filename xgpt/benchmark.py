@@ -129,12 +129,8 @@ def bench(
     `saturated` is set, or the profile is not on this machine.
 
     Args:
-        seed: seed of the requests.
-        batching: layout of a batch.
         profile: the plan's profile. None means the copy on this machine.
-        calibrate: whether to fit the profile to the measured steps.
         saturated: whether to keep requests always waiting, even if the plan was made for arrivals.
-        progress: called with the number of finished requests, the number of measured requests, and a description.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -197,11 +193,6 @@ def bench_plan(
 
 
 def _tell(progress: Progress, load: Load, takes: str, ended: int) -> None:
-    """Report how many requests of a load have ended.
-
-    Args:
-        takes: how long an open loop takes, as text such as "at least 4 s".
-    """
     arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
     if arrivals is not None:
         what += f" at {arrivals.mean_rate(load.num_requests):.3g} a second, which takes {takes}"
@@ -291,7 +282,6 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
 
 
 def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
-    """Return the requests to send. Their prompts are random tokens."""
     return [
         ClientRequest(
             prompt_ids=rng.integers(0, plan.model.vocab_size, int(length)).tolist(),
@@ -312,7 +302,6 @@ def _report(
     results: Sequence[ClientResult],
     busy_s: Mapping[str, float],
 ) -> BenchReport:
-    """Return measured figures, predictions, and predictions for the measured pace of steps."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
@@ -387,9 +376,7 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return how long steps waited for cores, and the p99 ITL without these waits, measured and predicted. Return None
-    if the log does not state waits.
-    """
+    """Return how long steps waited for cores, and the p99 ITL without these waits, measured and predicted."""
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -405,16 +392,12 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the figures of the plan's estimate if the load is the plan's workload at saturation. Otherwise return
-    nothing.
-    """
     if load.arrivals is not None or load.workload != plan.workload or load.rule is not None:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}
 
 
 def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """Simulate the sent requests, and return the figures. Steps take `pace` times as long as the plan predicts."""
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.but(slowdown=pace * plan.profile.slowdown)
@@ -499,7 +482,6 @@ def served(
     block.
 
     Args:
-        directory: where to write plan.json.
         replan: whether the server may switch to other plans.
         options: further command-line options for `xgpt serve`.
     """

@@ -68,12 +68,10 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def arrivals(self) -> ArrivalProcess | None:
-        """The arrival process. None means a closed loop."""
         return None if self.rate_per_s is None else ArrivalProcess.at(self.rate_per_s, self.variation)
 
     @property
     def workload(self) -> Workload:
-        """The request lengths, as histograms."""
         lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
@@ -132,7 +130,6 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
 
 
 def _off(found: Sequence[Figures], loads: Sequence[MeasuredLoad]) -> float:
-    """Return the mean absolute logarithmic error of figures."""
     return float(np.mean([np.abs(np.log(np.divide(a, load.figures))) for a, load in zip(found, loads, strict=True)]))
 
 
@@ -181,7 +178,6 @@ def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, 
 
 
 def _bare_engine(profile: Profile) -> EngineSpec:
-    """Return an engine without settings, with the name of the engine in which a profile was measured."""
     framework, version = profile.engine or "xgpt", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
@@ -249,7 +245,6 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
 
 
 def _failures(data: dict[str, Any]) -> str:
-    """Return the end of an error message: the first error that a benchmark's result lists."""
     errors = data.get("errors")
     first = next((str(each) for each in errors if each), "") if isinstance(errors, list) else ""
     return f"; the first error: {cut(' '.join(first.split()))}" if first else ": see the errors of the benchmark"

@@ -32,7 +32,6 @@ class ClientRequest:
     """A request to send.
 
     Attributes:
-        prompt_ids: token ids of the prompt.
         output_length: exact number of output tokens. None means that the model or `max_tokens` ends the output.
         max_tokens: limit on output tokens, as sent to the server.
         send_at_s: when to send the request, in seconds from the start of the replay, or None in a closed loop.
@@ -59,7 +58,6 @@ class ClientResult:
     """The result of a request. Times are in seconds from the start of the replay.
 
     Attributes:
-        send_s: time at which the request was sent.
         token_s: time at which each token arrived. If the server sends no token ids, the entries are for chunks of text.
             Tokens from the same read of the socket have the same time.
         token_ids: the tokens, if the server sends them.
@@ -200,7 +198,6 @@ async def replay(
 async def _until(
     sending: list[asyncio.Future[ClientResult]], until: Callable[[ClientResult], bool]
 ) -> list[ClientResult]:
-    """Return the results of all requests, or of those that have ended when `until` returns True."""
     try:
         for following in asyncio.as_completed(sending):
             if until(await following):
@@ -237,8 +234,6 @@ async def _served_model(connection: Connection, url: str) -> _Model:
 
 
 class _Connections:
-    """A pool of connections. Each running request uses one connection."""
-
     def __init__(self, url: str, ca_file: Path | None, api_key: str | None) -> None:
         self._url = url
         self._ca_file = ca_file
@@ -256,7 +251,6 @@ class _Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """Yield a connection that no other request uses at the same time."""
         if not self._idle:
             self._all.append(Connection(self._url, self._ca_file, self._api_key))
             self._idle.append(self._all[-1])

@@ -81,7 +81,6 @@ class Connection:
     Args:
         url: URL of the server. A path in it becomes a prefix of all requests' paths.
         ca_file: certificate authorities for an https server. None means the default of `tls_context`.
-        api_key: key to send to the server, or None.
 
     Raises:
         InputError: `url` is not an http or https URL, or `ca_file` contains no certificate.
@@ -153,7 +152,6 @@ class Connection:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._writer is not None:
             if self._tls:
                 self._writer.transport.abort()  # a clean end of TLS needs the event loop, which may have ended

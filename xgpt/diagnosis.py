@@ -32,8 +32,6 @@ INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnn
 
 
 class Finding(Frozen):
-    """A line of `xgpt doctor`: a property of the machine."""
-
     name: str
     """Name of a property of the machine."""
     value: str
@@ -104,9 +102,6 @@ def _clock() -> Finding:
 
 
 def _profiles() -> list[Finding]:
-    """Return findings about the profiles measured on this machine, and about the layouts that were fastest in
-    them.
-    """
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):

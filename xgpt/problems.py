@@ -83,9 +83,6 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     """Return the settings of speculative decoding, or None if the request has no draft. If the request does not state
     the number of draft tokens, it is the number of shares in `acceptance`, or `FEW_AHEAD` for a single share.
-
-    Raises:
-        InputError: fields are missing or cannot be combined, or the model does not support such drafts.
     """
     method = request.speculative
     if method is None:
@@ -123,11 +120,7 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the prefix reuse if the request states a prefix that all prompts share. Otherwise return None.
-
-    Raises:
-        InputError: `shared_prefix` cannot be combined with the model, the objective or the workload.
-    """
+    """Return the prefix reuse if the request states a prefix that all prompts share. Otherwise return None."""
     tokens, constraint = request.shared_prefix, request.constraint
     if not tokens:
         return None
@@ -158,11 +151,7 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
 
 
 def _with_classes(request: PlanRequest) -> Constraint:
-    """Return the request's constraint, with the classes in the workload's file added.
-
-    Raises:
-        InputError: the request states bounds, but classes have their own bounds.
-    """
+    """Return the request's constraint, with the classes in the workload's file added."""
     constraint = request.constraint
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
     if not classes:
@@ -190,11 +179,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine, or None if no engine is requested.
-
-    Raises:
-        InputError: the cluster is this machine, the engine is not xgpt's own, and no profile of its steps is given.
-    """
+    """Return the requested engine, or None if no engine is requested."""
     if request.engine is None:
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)

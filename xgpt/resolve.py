@@ -142,7 +142,6 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def nearest_engine(framework: str, version: str | None) -> EngineSpec:
-    """Return a shipped engine in a version or, if this version is not known, in the nearest known one."""
     document = load_yaml(find_config("engines", framework), "engine")
     oldest, newest = next(iter(document["since"])), document["newest"]
     asked = ".".join(map(str, _numbers(version or newest)))
@@ -159,7 +158,6 @@ def _named(name: str) -> tuple[str, str | None]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, by which engines differ."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

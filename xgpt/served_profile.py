@@ -149,10 +149,6 @@ def _load_for(profile: Profile | ProfileRef, cluster: ClusterSpec) -> _Load:
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
-    """Return a plan with which the load's steps have many different sizes. Its largest batch is halved until its K/V
-    fit into memory.
-    """
-
     def equally_often(lengths: tuple[int, ...]) -> Histogram:
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
         return Histogram(lengths=tuple(some), probabilities=(1 / len(some),) * len(some))

@@ -68,24 +68,20 @@ class Planned:
 
     @property
     def recommendation(self) -> Recommendation:
-        """What the user is told."""
         assert self.best.recommendation is not None
         return self.best.recommendation
 
     def told(self, recommendation: Recommendation) -> Planned:
-        """Return the same plans with another recommendation."""
         best = next(iter(self.plans))
         plans = {**self.plans, best: self.plans[best].told(recommendation)}
         return replace(self, plans=plans)
 
     @property
     def best(self) -> Plan:
-        """The plan to run."""
         return next(iter(self.plans.values()))
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether a planner that supports only equal stages may find a different plan."""
         constraint = self.problem.constraint
         one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
         return self.problem.cluster.num_devices > 1 and not one_way
@@ -220,8 +216,6 @@ def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
 
 
 class _Resolved(NamedTuple):
-    """A problem on the chosen cluster and devices, with how they were chosen (see `Planned`)."""
-
     problem: Problem
     choices: tuple[ClusterChoice, ...] = ()
     why_not_fewer: str = ""

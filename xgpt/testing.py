@@ -22,8 +22,6 @@ LOADS = (0.5, 2.0)
 
 
 class _Checked(OneLane):
-    """A schedule that checks each step of its rule."""
-
     def next_step(self, lane: LaneName = "both") -> Step | None:
         pool = self.pool
         before = pool.num_waiting, sorted(pool.running)
