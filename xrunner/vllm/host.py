@@ -49,8 +49,6 @@ SAMPLED = Submit(
 
 
 class VllmHost:
-    """Submits requests to one vLLM."""
-
     def __init__(self, engine: AsyncLLM, front: VllmEnd) -> None:
         self._engine = engine
         self._front = front
@@ -150,7 +148,6 @@ def sampling_params(message: Submit) -> SamplingParams:
 
 
 async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
-    """Start vLLM, and submit requests to it as they arrive."""
     front = VllmEnd(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -179,7 +176,6 @@ def store(host: str, port: int) -> TCPStore:
 
 
 def parser() -> FlexibleArgumentParser:
-    """Return a parser of vLLM's flags and of this module's arguments."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     flags.add_argument("directory")
     flags.add_argument("lane", choices=("both", "encode", "decode"))
@@ -187,7 +183,6 @@ def parser() -> FlexibleArgumentParser:
 
 
 def main() -> None:
-    """Serve until vLLM has died, or `supervised` ends this process."""
     end_group_on_hangup()
     given = parser().parse_args()
     arguments = AsyncEngineArgs.from_cli_args(given)

@@ -75,12 +75,7 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
 
 
 class PlannedLane:
-    """The lane of the running plan, and the lane of a plan that waits until no request runs.
-
-    Args:
-        plan, room: as in `build_lane`.
-        send: sends a message to the front.
-    """
+    """The lane of the running plan, and the lane of a plan that waits until no request runs."""
 
     def __init__(self, plan: Plan, room: VllmRoom, send: Callable[[Followed | Refused], None]) -> None:
         self.lane = build_lane(plan, room)
@@ -107,13 +102,11 @@ class PlannedLane:
         self.go_on_if_empty()
 
     def go_on_if_empty(self) -> None:
-        """Change to the waiting lane if no request runs."""
         if self._next is not None and self.lane.pool.is_idle:
             self.lane, self._next = self._next, None
             self._send(Followed())
 
     @property
     def taken(self) -> Room:
-        """Return the state of the K/V memory."""
         pool = self.lane.pool
         return Room(pool.reserved_blocks, pool.kept_blocks, pool.num_preemptions, self.is_emptying)

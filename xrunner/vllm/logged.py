@@ -102,7 +102,6 @@ class LoggedScheduler(Scheduler):
         return outputs
 
     def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
-        """Return the step's tokens, and where the K/V of requests are. Requests that have been removed are left out."""
         tokens: list[Token] = []
         transfers: dict[int, dict[str, Any]] = {}
         for of_client in outputs.values():
@@ -114,7 +113,6 @@ class LoggedScheduler(Scheduler):
         return tokens, transfers
 
     def _room_taken(self) -> Room | None:
-        """Return the K/V state, or None if the schedule is vLLM's own."""
         return None
 
     def _update_request_with_output(
@@ -144,7 +142,7 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """Return the record of a step that begins. vLLM's own records may change before the step ends."""
+        """VLLM's own records may change before the step ends."""
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
@@ -175,7 +173,6 @@ class LoggedScheduler(Scheduler):
         return record
 
     def _settle(self, step: StepRecord) -> None:
-        """Record that a scheduled step, which may be empty, was executed."""
         if step.encode or step.decode:
             self._num_settled += 1
             if self._front is not None:
@@ -187,7 +184,6 @@ class LoggedScheduler(Scheduler):
                 self._log.flush()
 
     def _cancel(self, number: int) -> None:
-        """Record that a request was removed by its client."""
         self._cancelled.append(number)
 
     def _has_ended(self, id_: str) -> bool:
@@ -214,7 +210,6 @@ class PiecesScheduler(LoggedScheduler):
 
 
 def extra_of(request: Request) -> dict[str, Any]:
-    """Return a request's extra arguments for its scheduler."""
     return (request.sampling_params.extra_args if request.sampling_params else None) or {}
 
 
@@ -229,14 +224,10 @@ def arrival_of(number: int, request: Request) -> Arrival:
 
 
 def chain_of(request: Request) -> Chain:
-    """Return vLLM's keys of a request's full blocks, or () if vLLM's prefix cache is off."""
     return tuple(bytes(key[:KEY_BYTES]) for key in request.block_hashes)
 
 
 def tokens_of(number: int, output: Any) -> list[Token]:
-    """Return the tokens that a step adds to a request (an EngineCoreOutput). If the request has ended, the last token
-    has the reason.
-    """
     finish: FinishReason | None = None
     if output.finish_reason is not None:
         reason = str(output.finish_reason)

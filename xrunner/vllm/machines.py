@@ -49,7 +49,6 @@ class Machines:
     """The machines that run one vLLM, and this machine's number among them.
 
     Attributes:
-        count: number of machines.
         rank: number of this machine. Machine 0 has the engine.
         host, port: address of the first machine, and port to which the others connect. vLLM uses the next port.
     """
@@ -61,7 +60,6 @@ class Machines:
 
     @property
     def address(self) -> str:
-        """The address of the first machine, as text."""
         return address_text(self.host, self.port)
 
     def spread(self, launch: Launch) -> Launch:
@@ -86,8 +84,6 @@ class Machines:
 
 
 class _Greeting(msgspec.Struct):
-    """The message by which a newly connected machine identifies itself."""
-
     rank: int
     plan_sha256: str
 
@@ -136,7 +132,6 @@ class Followers:
         self._tell(START)
 
     def why_ended(self) -> str | None:
-        """Return which machine was lost, or has workers that have ended, or None if all machines run."""
         gone = self._gone()
         return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
 
@@ -155,7 +150,6 @@ class Followers:
                 connection.sendall(what)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Keep the connection if it is from an expected machine, and otherwise close it."""
         connection.settimeout(GREET_S)
         try:
             greeting = msgspec.json.decode(_line(connection), type=_Greeting)
@@ -172,9 +166,7 @@ class Followers:
         self._connections[greeting.rank] = connection
 
     def _gone(self) -> list[int]:
-        """Return the machines whose connection has ended. A readable connection has ended, since machines send no
-        messages after their greeting.
-        """
+        """A readable connection has ended, since machines send no messages after their greeting."""
         if not self._connections:
             return []
         ready, _, _ = select.select(list(self._connections.values()), [], [], 0)
@@ -215,9 +207,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
 
 
 def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
-    """Return a connection to the first machine, or None if `is_over` returned True. Raises MachineError if no
-    connection is made in time.
-    """
+    """Raises MachineError if no connection is made in time."""
     until_s = time.monotonic() + MEET_S
     while not is_over():
         try:
@@ -257,7 +247,6 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
 
 
 def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
-    """Return the first machine's next line, or b"" if that machine was lost or `is_over` returned True."""
     while not is_over():
         if select.select([connection], [], [], LOOK_S)[0]:
             with suppress(OSError):

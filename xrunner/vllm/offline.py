@@ -17,7 +17,6 @@ DONE = "group done"
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run all groups."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])

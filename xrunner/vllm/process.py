@@ -52,11 +52,7 @@ def python() -> str:
 
 @contextmanager
 def package_path(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a directory with only xgpt's own packages, which vLLM's processes can import.
-
-    Args:
-        parent: the directory in which to create it. None means the system's directory for temporary files.
-    """
+    """Yield a directory with only xgpt's own packages, which vLLM's processes can import."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:
         for package in ("xgpt", "xrunner"):
@@ -138,7 +134,6 @@ class Reader:
         self._thread.start()
 
     def last_error(self) -> str:
-        """Return why vLLM has ended."""
         self._thread.join(TAIL_S)  # the last lines of the output may still be on their way
         return last_error(list(self._tail))
 

@@ -41,7 +41,6 @@ class _Execution:
     Attributes:
         missing: requests that vLLM has not yet completely scheduled for this step. For each, the number of its tokens
             that will be computed when the step ends.
-        pieces: number of scheduled vLLM steps of this step that have not ended.
         record: the joined records of the vLLM steps that have ended.
         number, settled: as in the step log, where these vLLM steps count as one step.
     """
@@ -175,15 +174,11 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a vLLM step executes: at most as many as the rule's step.
-
-        The rule may cut any prompt, whereas vLLM by default cuts only the last one.
-        """
+        """The rule may cut any prompt, whereas vLLM by default cuts only the last one."""
         length: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(length, self._until.get(request.request_id, num_computed_tokens) - num_computed_tokens)
 
     def _table_of(self, request: Request) -> BlockTable:
-        """Return the blocks that the rule has assigned to a running request."""
         table = self._lane.pool.running[self._number[request.request_id]].table
         assert table is not None
         return table
@@ -307,7 +302,6 @@ def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
-    """Join the records of two consecutive pieces of a step, and return the result."""
     encode = {id_: (start, length) for id_, start, length in first.encode}
     for id_, start, length in second.encode:
         begun, so_far = encode.get(id_, (start, 0))
@@ -330,9 +324,6 @@ class Mirror:
     enters, and which block it gets next. So a block stays cached as long as the rule's pool keeps it, even if vLLM by
     itself would evict it.
 
-    Args:
-        table_of: returns the blocks of a request that the rule has admitted.
-
     Raises:
         InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows.
     """
@@ -354,7 +345,6 @@ class Mirror:
         self._blocks.get_new_blocks = self._take_given
 
     def found(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """Return the cached blocks with which a request enters, and the number of their tokens."""
         table = self._table_of(request)
         blocks = tuple(self._block(number) for number in table.blocks[: table.found])
         return self._manager.create_kv_cache_blocks((blocks,)), table.found * self._group.block_size
@@ -367,7 +357,6 @@ class Mirror:
             self._asking = None
 
     def _take_given(self, count: int) -> list[KVCacheBlock]:
-        """Move the blocks that the rule has chosen to the front of vLLM's queue, and allocate them."""
         request, queue = self._asking, self._blocks.free_block_queue
         assert request is not None
         has = len(self._group.req_to_blocks[request.request_id])

@@ -44,7 +44,6 @@ def main(command: list[str]) -> int:
 
 
 def end_group_on_hangup() -> None:
-    """Kill this process and the group that it leads as soon as its supervisor is killed."""
     signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
 
 

@@ -39,7 +39,6 @@ class _Inside:
     """A request from its arrival to its end.
 
     Attributes:
-        lane: the lane that has the request. None means that neither has it.
         transfer: where the request's K/V are, as the encode lane's connector reports to the decode lane's. None means
             that the connector has reported nothing.
     """
@@ -53,8 +52,6 @@ class _Inside:
 
 @dataclass(slots=True)
 class _Batch:
-    """An unfinished encode step, and its unfinished prompts."""
-
     step: Step
     missing: set[int]
 
@@ -91,7 +88,6 @@ def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
 
 
 def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
-    """Return how to start both lanes."""
     commands = []
     for lane in LANES:
         config = {"front": str(directory), "lane": lane}
@@ -101,11 +97,7 @@ def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
 
 
 class WaaLanes(Lanes):
-    """The front's end of the channels to two vLLMs. It moves requests between them.
-
-    Args:
-        directory, has_ended: see `Lanes`.
-    """
+    """The front's end of the channels to two vLLMs. It moves requests between them."""
 
     def __init__(self, plan: Plan, directory: str, has_ended: Callable[[], bool]) -> None:
         super().__init__(directory, LANES, 0, has_ended)
@@ -118,7 +110,6 @@ class WaaLanes(Lanes):
         self._pruned_s = 0.0
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Submit or cancel a request. Other plans are refused."""
         if lane != "both":
             super().send(message, lane)
             return
@@ -138,7 +129,6 @@ class WaaLanes(Lanes):
         return Room(pool.reserved_blocks, 0, pool.num_preemptions)
 
     def receive(self) -> Up | None:
-        """Return the next message to the front, or None if there is none."""
         return self._untold.popleft() if self._untold else super().receive()
 
     def _submit(self, request: Generation) -> None:
@@ -153,9 +143,6 @@ class WaaLanes(Lanes):
         self._schedule.submit(known)
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped:
-        """Return the front's message for a lane's step: the decode lane's tokens, and the last tokens of failed
-        requests.
-        """
         tokens: list[Token] = []
         for token in message.tokens:
             if (inside := self._inside.get(token.id)) is None:
@@ -184,7 +171,6 @@ class WaaLanes(Lanes):
                 self._schedule.settle(batch.step, ())
 
     def _take_out(self, id_: int) -> None:
-        """Forget a request that has ended or was removed."""
         inside = self._inside.pop(id_, None)
         if inside is None:
             return
@@ -194,7 +180,6 @@ class WaaLanes(Lanes):
         self._has_been_encoded(id_)
 
     def _advance(self) -> None:
-        """Begin every step that can begin. Requests whose K/V have arrived continue meanwhile."""
         schedule = self._schedule
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]
@@ -217,7 +202,6 @@ class WaaLanes(Lanes):
         self._prune()
 
     def _prune(self) -> None:
-        """Remove the K/V files whose requests all have their first token."""
         now_s = time.perf_counter()
         if now_s < self._pruned_s + PRUNE_S or not self._files.is_dir():
             return
