@@ -38,6 +38,12 @@ SMALL = Workload(
 )
 
 
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of tests do not keep those of the machine's users waiting."""
+    monkeypatch.setattr("xgpt.tuning.journal.cache_dir", lambda: tmp_path / "cache")
+
+
 def load_of(rate: float, *, kept: bool, ttft_s: float = 0.1, tpot_s: float = 0.01) -> DrivenLoad:
     means = {"ttft_mean_s": ttft_s, "tpot_mean_s": tpot_s}
     quantiles = {"ttft_quantile_s": 2 * ttft_s, "tpot_quantile_s": 2 * tpot_s, "whole_quantile_s": 1.0}
