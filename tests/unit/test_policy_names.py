@@ -18,7 +18,7 @@ ALLOWED = {
     "xgpt/reporting/plan_text.py": "what a plan does, in words for people",
     "xscheduler/objectives/best_plans.py": "what other planners offer, and which policies vLLM runs",
     "xgpt/served_profile.py": "the schedule under which a profile's steps are served, whatever the plan",
-    "xgpt/comparing/compare.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
+    "xgpt/comparing/scoring.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
     "xgpt/comparing/own_times.py": "how fast vLLM's own scheduler can be, whatever its settings",
     "xrunner/vllm/command.py": "how large a step vLLM is told to take, of a policy's own settings",
     "xrunner/vllm/lane.py": "which policies run within one vLLM",
