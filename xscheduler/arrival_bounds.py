@@ -97,17 +97,12 @@ def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
 
 
 def shortened(constraint: Constraint, left: float) -> Constraint:
-    """Return the constraint with its latency bound multiplied by `left`."""
     bound_s = constraint.latency_bound_s
     return constraint if bound_s is None else constraint.but(latency_bound_s=left * bound_s)
 
 
 class Waits:
-    """Computes lower bounds on the time for which requests wait for earlier prompts, for one workload at any rate.
-
-    Args:
-        constraint: the bounds of arriving requests, and the burstiness of their arrivals.
-    """
+    """Computes lower bounds on the time for which requests wait for earlier prompts, for one workload at any rate."""
 
     def __init__(self, constraint: Constraint, lengths: Lengths) -> None:
         self._constraint, self._lengths = constraint, lengths
@@ -126,7 +121,6 @@ class Waits:
 
         Args:
             prompt_s: lower bound on the seconds of a prompt of the mean length.
-            rate: requests a second of one replica.
         """
         queue = self._queue(1, prompt_s * rate)
         if queue is None or not self._keep_first(queue.first * prompt_s):
@@ -150,7 +144,6 @@ class Waits:
         return left
 
     def _keep_first(self, first: Array) -> bool:
-        """Return whether enough requests keep the bound on TTFT. `first` has quantiles of TTFT."""
         bounds = self._constraint
         if bounds.ttft_s is None:
             return True
@@ -158,20 +151,13 @@ class Waits:
         return bool(share >= (bounds.ttft_quantile or bounds.quantile))
 
     def _keep(self, first: Array, pace_s: float) -> bool:
-        """Return whether enough requests keep the latency bound. `first` has quantiles of TTFT, and `pace_s` is the
-        time of an iteration.
-        """
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
 
     def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
-        """Return the share of requests that break the bound. `before` has quantiles of the time before a request begins
-        to decode.
-        """
         kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
         return float(1 - kept @ self._shares)
 
     def _left(self, waits: Array) -> float:
-        """Return the largest share of the bound that decoding may take while enough requests keep the bound."""
         if self._bound_s == inf:
             return 1.0
         if not self._longest:
@@ -184,7 +170,6 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`, or None if it is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
@@ -216,7 +201,6 @@ class _Queue(NamedTuple):
 
 
 def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
-    """Return each request's wait for the first free server, by Kiefer and Wolfowitz's recursion."""
     free, waits = [0.0] * servers, []
     for arrival, needed in zip(arrivals, service, strict=True):
         start = max(arrival, free[0])
@@ -253,7 +237,6 @@ class PromptSteps:
         self._alone_s = float((alone + self._decodes(one))[0])
 
     def at(self, rate: float) -> StepsAtRate:
-        """Return the lower bounds at an arrival rate, in requests a second for one replica."""
         if self._lane.has_encoder:
             return StepsAtRate(self._beside, self._beside, np.zeros_like(self._beside), self._alone_s)
         batch = rate / self.microbatches * self._lengths.mean_decodes * self._alone_s
@@ -271,7 +254,6 @@ class PromptSteps:
         return StepsAtRate(lengths.mean_input / room * step_s + self._beside, step_s, filled, self._alone_s)
 
     def _decodes(self, batch: Array) -> Array:
-        """Return the seconds of attention and sampling in a step that decodes `batch` requests."""
         found: Array = self._lane.counts @ (self._attention(batch) + self._lane.samples(batch))
         return found
 
@@ -281,7 +263,6 @@ class StepsAtRate(NamedTuple):
 
     Attributes:
         prompt_s: a prompt of the mean length.
-        step_s: a full step.
         steps_a_prompt: mean number of steps that a prompt fills.
         alone_s: a step that only decodes one request.
     """
@@ -293,7 +274,6 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return the factor by which the latency bound must be loosened, or None if no factor is enough."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))
@@ -309,7 +289,6 @@ def _factor(lengths: Lengths, quantile: float) -> float | None:
 
 
 def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> float:
-    """Return the quantile of `work` multiplied by a normal factor with mean 1 and standard deviation `spread`."""
     if not spread:
         order = np.argsort(work)
         reached = np.cumsum(weights[order])
@@ -324,7 +303,6 @@ def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> fl
 
 
 def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Array, Array]:
-    """Divide lengths into groups that get finer towards the tail. Return each group's shortest length and its share."""
     if len(values) <= 96:
         return values, probabilities
     tail = (1 - quantile) * np.geomspace(64.0, 1 / 64, 72)
@@ -336,9 +314,7 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Divide prompts, sorted by length, into at most `NUM_PROMPTS` groups of about equal probability. Return the
-    shortest prompt and the probability of each group. If there are no more lengths than groups, each is its own group.
-    """
+    """Return the shortest prompt and the probability of each group."""
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

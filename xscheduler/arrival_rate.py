@@ -37,8 +37,6 @@ MOST_DRAWN = 4
 
 
 class Rated(NamedTuple):
-    """Settings of a placement, and the highest arrival rate in closed form of all replicas together."""
-
     rate: float
     space: Space
     settings: PolicySettings
@@ -74,20 +72,15 @@ def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = N
 
 
 def best_of(space: Space) -> Rated | None:
-    """Return the best settings of a placement, or None if no settings keep the bounds at any rate."""
     best = _best_on_a_grid(space, 0.0)
     return None if best is None else _best_nearby(best)
 
 
 def _best_on_a_grid(space: Space, at_least: float) -> Rated | None:
-    """Return the best settings on a few load curves, at widely spaced values of the variable that differs between
-    curves.
-    """
     return _best_on(space, _outer_values(space, space.forecast.num_curves), at_least)
 
 
 def _best_nearby(best: Rated) -> Rated:
-    """Return better settings on neighbouring curves or, if there are none, the given settings."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best
@@ -101,9 +94,7 @@ def closed_rate(space: Space, settings: PolicySettings) -> float:
 
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
-    """Return the best settings that Optuna draws, sorted by arrival rate in closed form, highest first. Optuna needs no
-    valid bound, and proves nothing.
-    """
+    """Optuna needs no valid bound, and proves nothing."""
     found: dict[tuple[int, PolicySettings], float] = {}
 
     def score(_: object, number: int, columns: dict[str, Ints]) -> float:
@@ -120,7 +111,6 @@ def sampled(spaces: Sequence[Space]) -> list[Rated]:
 
 
 def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
-    """Return settings in which one variable is larger or smaller by about a factor of `STEP`."""
     found = []
     for axis in space.axes:
         name, value = axis.variable.name, getattr(settings, axis.variable.name)
@@ -180,7 +170,6 @@ def _outer_name(space: Space) -> str | None:
 
 
 def _outer_values(space: Space, count: int) -> Ints:
-    """Return values of the variable that differs between load curves, evenly spaced on a logarithmic scale."""
     name = _outer_name(space)
     if name is None:
         return np.zeros(1, int)
@@ -191,7 +180,6 @@ def _outer_values(space: Space, count: int) -> Ints:
 
 
 def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
-    """Return values of the variable that differs between load curves, near its value in `settings`."""
     name = _outer_name(space)
     assert name is not None
     values = next(axis.values for axis in space.axes if axis.variable.name == name)
@@ -205,7 +193,6 @@ def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
 
 
 def _largest(space: Space, outer: Ints) -> Ints:
-    """Return the largest batch that fits in memory with each value in `outer`."""
     most = space.fixed.get(space.forecast.load, max(int(space.capacity), 1))
     axis, inner, counts = space.lines
     if axis is None or inner.variable.name != space.forecast.load or space.forecast.load in space.fixed:

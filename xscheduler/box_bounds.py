@@ -72,9 +72,6 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """Return the largest ratio of a point's throughput to the fast corner's if the point's pipeline is idle for less
-    time.
-    """
     performance = floor.performance
     share = (performance.filling[fast::corners] - performance.filling[corners - 1 :: corners]) / performance.cycle[
         fast::corners

@@ -31,10 +31,6 @@ class Candidates:
     """The candidates of one problem. Placements, memory and predictors are computed once. The candidates that `under`
     returns share them.
 
-    Attributes:
-        placements: all placements on the devices that plans may use.
-        screen: bounds on the throughput and latency of placements, used to rule them out early.
-
     Raises:
         InputError: the workload is longer than the model's context.
     """
@@ -60,7 +56,6 @@ class Candidates:
         self._memories: dict[tuple[Lane, bool], LaneMemory | InfeasibleError] = {}
 
     def under(self, constraint: Constraint) -> Candidates:
-        """Return the candidates of the same problem under other bounds."""
         own_constraint, problem = self.problem.constraint, replace(self.problem, constraint=constraint)
         if (constraint.quantile, constraint.sla) != (own_constraint.quantile, own_constraint.sla):
             return Candidates(problem)
@@ -86,7 +81,6 @@ class Candidates:
         return None
 
     def num_points(self, kind: str) -> int:
-        """Return the number of settings of one policy, on all placements together."""
         return self._spaces_of(kind).num_points
 
     def spaces(self, kind: str, *, between: bool = False) -> list[Space]:
@@ -103,7 +97,6 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return a policy's spaces, their number of points, and their bounds on throughput."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements = [space.placement for space in found]
@@ -132,7 +125,6 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """Return the limits of a placement, or None if the weights do not fit in memory."""
         # Cached prompts use memory of the lane that encodes prompts.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
@@ -193,7 +185,6 @@ class Candidates:
         )
 
     def memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:
-        """Return the memory of a lane, or the reason why the model does not fit on it."""
         found = self._memories.get((lane, keeps))
         if found is None:
             problem = self.problem
@@ -229,12 +220,7 @@ class Candidates:
 
 
 class _Spaces(NamedTuple):
-    """The spaces of one policy. They do not depend on the constraint.
-
-    Attributes:
-        num_points: total number of points in all spaces.
-        bounds: bounds on the throughput of each space. None means that there are no spaces.
-    """
+    """They do not depend on the constraint."""
 
     spaces: list[Space]
     num_points: int
@@ -242,14 +228,7 @@ class _Spaces(NamedTuple):
 
 
 class _Predictors:
-    """Builds the predictors of placements. Placements with the same lanes share their predictors.
-
-    This object refers to no space and no scheduler. Otherwise there would be reference cycles, and collecting them
-    would interrupt a later search.
-
-    Attributes:
-        floor: the profile with lower tables.
-    """
+    """Otherwise there would be reference cycles, and collecting them would interrupt a later search."""
 
     def __init__(self, problem: Problem, lengths: Lengths) -> None:
         self._profile = problem.step_profile

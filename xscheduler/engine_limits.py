@@ -35,7 +35,6 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a size that the devices cannot divide evenly, or None if there is no such size."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:
@@ -53,9 +52,6 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a part of the model whose blocks or groups of weights would be cut, or None if there is
-    no such part.
-    """
     stored, parts = model.quantization, []
     if stored is None:
         return None

@@ -115,7 +115,6 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr) -> None:
-    """Raise ValueError unless the expression consists of what the module's docstring lists."""
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return
@@ -167,7 +166,4 @@ def _value(node: ast.expr, figures: Mapping[str, Values]) -> Any:
 
 
 def maximised(plan: PlanDraft) -> float:
-    """Return a plan's value of what it maximises: its arrival rate, its throughput at saturation, or the user's
-    objective.
-    """
     return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)

@@ -27,9 +27,7 @@ class Found:
 
     @property
     def plan(self) -> Plan:
-        """The plan, with the proof of its final figures."""
         return self.draft.proven(self.ceiling, self.rival)
 
     def estimating(self, **figures: Any) -> Found:
-        """Return the same schedule with further figures."""
         return replace(self, draft=self.draft.with_estimate(**figures))

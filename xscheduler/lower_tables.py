@@ -29,7 +29,6 @@ def lowered(profile: Profile) -> Profile:
 
 
 def _floor(value: Any) -> Any:
-    """Return a value with all its tables lowered. A part that lowering does not change stays the same object."""
     match value:
         case Curve():
             return _floor_of_curve(value)
@@ -92,14 +91,10 @@ def _floor_of_surface(value: Surface) -> Surface:
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
-    """Return the largest table below this one that never falls. Each entry is the minimum of the original entry and all
-    later entries.
-    """
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """Return the largest table below this one whose time per unit never rises. The entry for size 0 does not change."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])
@@ -108,17 +103,14 @@ def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
 
 
 def _last_slope(points: Array, seconds: Array) -> Array:
-    """Return the slope at which a table is extrapolated beyond its last point. # [points, ...] -> [...]"""
     slope: Array = np.maximum((seconds[-1] - seconds[-2]) / (points[-1] - points[-2]), 0.0)
     return slope
 
 
 def _is_steeper(points: Array, floor: Array, slope: Array) -> bool:
-    """Return whether the lowered table, extrapolated to twice the last point, exceeds a line of this slope."""
     more = (_last_slope(points, floor) - slope) * points[-1]
     return bool((more > 1e-9 * floor[-1]).any())
 
 
 def _one_more(points: Array, seconds: Array, slope: Array) -> Array:
-    """Return the table with one more entry, for twice the last point."""
     return np.concatenate([seconds, (seconds[-1] + points[-1] * slope)[None]])

@@ -37,8 +37,6 @@ TYPICAL_BATCH = 32
 
 @dataclass(frozen=True)
 class LanePlacement:
-    """One lane of a replica: its stages and the tensor-parallel groups that hold them."""
-
     tp: TensorParallel
     lane: Lane
 
@@ -65,7 +63,6 @@ class Placement:
     """The distribution of a model over devices: all of a plan except its policy and the policy's searched variables.
 
     Attributes:
-        layouts: the only lane, or WAA's encode lane and decode lane.
         fixed: settings that the placement determines.
     """
 
@@ -83,12 +80,10 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """Devices of one replica."""
         return sum(layout.num_devices for layout in self.layouts)
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of micro-batches that share the decode lane."""
         fixed = self.fixed
         return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
 
@@ -134,7 +129,6 @@ class Placements:
     """The placements of one model on one cluster.
 
     Args:
-        max_devices: largest number of devices to use.
         engine: the engine that runs the plan. Divisions that it cannot start are left out. None means that no division
             is left out.
     """
@@ -173,13 +167,11 @@ class Placements:
 
     @cached_property
     def widest(self) -> Lane:
-        """Return the lane that spreads a replica over the most devices."""
         sizes = reversed(_sizes(self.num_devices))
         found = (layout for size in sizes for layout in self._standing(size, self.num_devices // size))
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """Yield the placements with `replicas` replicas. Each replica has a single lane on `size` devices."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
@@ -271,13 +263,11 @@ class Placements:
         return spread(num_layers, layer_s, fixed_s)
 
     def _head_seconds(self, tp: int) -> float:
-        """Return the output head's seconds per request at a typical batch size."""
         if tp not in self._heads:
             self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
         return self._heads[tp]
 
     def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool, *, is_last: bool = False) -> float:
-        """Return a layer's seconds per request at a typical batch size."""
         key = (group, encode, decode, is_last)
         if key not in self._seconds:
             lengths, layer, batch = self._lengths, self._profile.layer(*group), TYPICAL_BATCH
@@ -297,10 +287,7 @@ class Placements:
         return self._seconds[key]
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
-        """Return the numbers of encode devices to try, each with the WAA allocations (`compute`, `memory`) that it
-        represents.
-
-        WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
+        """WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
         number to try stands for the allocation whose computed number is nearer to it, or for both. The computed numbers
         depend on the batch size, which is not known yet. So neighbouring numbers are also tried, or all numbers if
         there are few devices.
@@ -338,7 +325,6 @@ class Placements:
         return round(size * encode / (encode + decode + kv))
 
     def _fits_nodes(self, layouts: tuple[LanePlacement, ...], replicas: int) -> bool:
-        """Return whether every tensor-parallel group of every replica lies within one node."""
         per_node = self._cluster.devices_per_node
         size = sum(layout.num_devices for layout in layouts)
         widest = max(layout.tp.degree for layout in layouts)
@@ -364,7 +350,6 @@ def _sizes(num_devices: int) -> list[int]:
 
 
 def _splits(size: int, degree: int) -> Iterator[int]:
-    """Yield the values of `tp_devices` to try on `size` devices."""
     if degree == 1:
         yield 0
         return
@@ -374,7 +359,5 @@ def _splits(size: int, degree: int) -> Iterator[int]:
 
 
 def _microbatches(num_stages: int) -> list[int]:
-    """Return the numbers of micro-batches to try on a pipeline. With fewer micro-batches than stages, some stages idle.
-    With more, the steps are smaller.
-    """
+    """With fewer micro-batches than stages, some stages idle. With more, the steps are smaller."""
     return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

@@ -47,8 +47,7 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 
 
 class _Stages(NamedTuple):
-    """Lower bounds, in seconds, on the step times of one lane, with a row for each kind of stage. Unused rows are
-    zero.
+    """Unused rows are zero.
 
     `PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated
     """
@@ -116,11 +115,7 @@ class PlacementBounds:
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
-        """Return the bounds of one policy on each placement.
-
-        Args:
-            capacities: for each placement, the number of requests that fit in the memory of a replica.
-        """
+        """Return the bounds of one policy on each placement."""
         steps = self._steps(placements)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
         terms = CHOICES[kind].placement_terms(steps)
@@ -233,9 +228,7 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return a stage's times. The times named in `OF_DECODER_LAYERS` are sums over all its decoder layers. The
-        others are for one layer.
-        """
+        """The times named in `OF_DECODER_LAYERS` are sums over all its decoder layers."""
         if stage not in self._of_stages:
             layer = self._degree(stage.group)
             last = self._degree(stage.group, is_last=stage.heads)
@@ -277,7 +270,6 @@ class PlacementBounds:
         attention = sum(_convex_floor(m, seconds) for seconds in attentions)
 
         def steps(prompts: Array) -> Array:
-            """Return lower bounds on the seconds of steps that decode m requests and encode `prompts` on average."""
             tokens = m + prompts * prompt_tokens
             return _convex_floor(tokens, rest(tokens)) + attention + prompts * prompt_s
 
@@ -301,7 +293,6 @@ class PolicyBounds:
     """The bounds of one policy on some placements.
 
     Attributes:
-        replicas: number of replicas of each placement.
         capacities: for each placement, the number of requests that fit in the memory of a replica.
         mean_decodes: mean number of decode iterations of a request.
     """
@@ -346,9 +337,7 @@ class PolicyBounds:
         return np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * self._busy
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
-        """Return the highest throughput for any m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
-
-        Between grid points, times are linear and throughput is monotone. So the maximum is at a grid point or at
+        """Between grid points, times are linear and throughput is monotone. So the maximum is at a grid point or at
         `most`.
         """
         m = self.steps.iterations.batches
@@ -377,10 +366,7 @@ class PolicyBounds:
 
 
 class _Degree(NamedTuple):
-    """Times of one layer, or of all layers of a stage, on one kind of group. The names are those of `_Stages`.
-
-    Arrays have an entry for each m. Single numbers are for one prompt.
-    """
+    """Arrays have an entry for each m. Single numbers are for one prompt."""
 
     decode_s: Array
     steady_s: Array
@@ -421,7 +407,6 @@ def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
 
 
 def _alone(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return a layer's seconds in a step that encodes a single prompt."""
     one = np.ones_like(lengths.inputs, dtype=float)
     return float(rest(lengths.mean_input)) + float(attention(one, lengths.inputs) @ lengths.input_probabilities)
 

@@ -70,14 +70,12 @@ def draft_of(
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:
-    """Return the number of requests whose K/V fits in a replica's memory at the same time."""
     return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
 
 
 def _stages(
     space: Space, values: dict[str, float], is_encoder_decoder: bool
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the stages of one replica, and the bytes of memory that each device uses."""
     stages: list[Stage] = []
     memory_bytes: list[int] = []
     device, limits = 0, space.limits
@@ -144,7 +142,6 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if step times were computed from the measured efficiencies of another device."""
     device = problem.cluster.device
     if problem.profile.source != "analytic":
         return ()
@@ -159,7 +156,6 @@ def _taken_from_another(problem: Problem) -> tuple[str, ...]:
 
 
 def _set_aside(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if the engine also loads encoders of images or sound and reserves memory for their inputs."""
     if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "xgpt":
         return ()
     if problem.engine.framework == "vllm" and problem.model.tower is not None:
@@ -171,14 +167,12 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
 
 
 def _unsupported(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if the model's config.json has fields that xgpt does not know."""
     if not (names := problem.model.unsupported):
         return ()
     return (f"config.json of {problem.model.name}: taken to change no size: {', '.join(names)}",)
 
 
 def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) -> tuple[str, ...]:
-    """Return warnings about steps that are larger than any step in the profile."""
     lengths, placement = space.lengths, space.placement
     layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches

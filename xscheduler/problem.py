@@ -30,14 +30,11 @@ class Problem:
         engine: the engine that will run the plan. None means an engine about which only the step times are known.
         deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
             requests. None means `engine`.
-        max_devices: largest number of the cluster's devices to use. None means all.
         uniform: whether only placements with one lane of equal stages are considered.
         even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
-        replicas: the only number of replicas to consider. None means any.
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even if the search would not list it. None means any.
         reused: the part of prompts that is found in the K/V cache. None means no part.
-        speculation: settings of speculative decoding. None means no speculative decoding.
     """
 
     model: ModelSpec
@@ -82,7 +79,6 @@ class Problem:
         )
 
     def engine_of(self, kind: str) -> EngineSpec | None:
-        """Return the engine with the settings that a plan of this policy gives it."""
         return None if self.engine is None else self.engine.started_for(kind)
 
     def promise(self, kind: str, microbatches: int) -> KvPromise:
@@ -99,7 +95,6 @@ class Problem:
         return "quantile" if by_use and is_plain else "reserve"
 
     def under(self, constraint: Constraint) -> Problem:
-        """Return the same problem under another constraint."""
         return replace(self, constraint=constraint)
 
 

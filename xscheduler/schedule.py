@@ -41,11 +41,9 @@ class Scheduler:
 
     @property
     def problem(self) -> Problem:
-        """The problem, with the bounds that plans must keep."""
         return self.candidates.problem
 
     def under(self, constraint: Constraint) -> Scheduler:
-        """Return a scheduler for the same problem under other bounds."""
         other = copy(self)
         other.candidates, other._found = self.candidates.under(constraint), {}
         return other
@@ -59,7 +57,6 @@ class Scheduler:
         return {kind: found.plan for kind, found in self.found(kinds).items()}
 
     def found(self, kinds: Sequence[str]) -> dict[str, Found]:
-        """Return the same as drafts with their ceilings."""
         plans: dict[str, Found] = {}
         for kind in kinds:
             started = time.perf_counter()
@@ -92,9 +89,6 @@ class Scheduler:
         return found.ceiling._replace(most=upper_bound(self.candidates.spaces(kind, between=True), rate).throughput)
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
-        """Return the plan of these policies with the highest throughput at saturation, or the best by the user's
-        objective.
-        """
         return max(self.found(kinds).values(), key=lambda found: objective_value(found.draft)).plan
 
     def score(self, settings: PolicySettings, placement: Placement, *, admits_by_use: bool = False) -> Plan:
@@ -118,12 +112,10 @@ class Scheduler:
         return self._draft(space, settings, evaluation.at(0), given).proven(NOT_SEARCHED)
 
     def draft_at(self, space: Space, settings: PolicySettings, effort: SearchEffort) -> PlanDraft | None:
-        """Return one point of a space, or None if the point does not fit in memory."""
         evaluation = space.evaluate(columns_of(settings))
         return self._draft(space, settings, evaluation.at(0), effort) if evaluation.fits[0] else None
 
     def space_of(self, plan: PlanDraft) -> Space:
-        """Return the space to which a plan of this scheduler belongs."""
         return self._found[_key(plan)]
 
     def _draft(
@@ -139,10 +131,8 @@ def _key(plan: PlanDraft) -> tuple[PolicySettings, int, int]:
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Return the headroom with which to plan: the constraint's headroom if it states one, else the profile's headroom.
-
-    If steps on this machine were slower than predicted in earlier loads, the headroom covers the slowest usual pace, up
-    to `MOST_HEADROOM`.
+    """Return the headroom with which to plan: the constraint's headroom if it states one, else the profile's
+    headroom.
     """
     if "headroom" in constraint.model_fields_set:
         return constraint.headroom

@@ -58,13 +58,10 @@ class SpaceLimits:
     """The limits of a space, apart from its constraint.
 
     Attributes:
-        memory: memory of the decode lane.
         encode_memory: memory of WAA's encode lane. None means that there is only one lane.
         block_size: tokens of a K/V block.
         kv: how K/V memory is promised to requests. Static batches always reserve it for the longest output.
         max_batch: largest micro-batch, in requests, that the profile, the runner and the engine allow.
-        engine: engine that runs the plan. None means any.
-        fixed: fixed values of control variables.
         price_per_device_hour: price of a device for an hour, or None if not known.
     """
 
@@ -80,8 +77,6 @@ class SpaceLimits:
 
 @dataclass(frozen=True)
 class Axis:
-    """The values of one control variable."""
-
     variable: Variable
     values: Ints
 
@@ -101,9 +96,6 @@ class Space:
 
     A variable is searched if latency rises or falls with its value. All values of the other variables are enumerated
     (`branches`).
-
-    Args:
-        models: returns the forecasts. It is called when the first point is predicted.
     """
 
     def __init__(
@@ -170,7 +162,6 @@ class Space:
 
     @property
     def evaluations(self) -> int:
-        """Number of distinct points that were predicted."""
         return len(np.unique(np.concatenate(self._looked_at))) if self._looked_at else 0
 
     @cached_property
@@ -210,12 +201,10 @@ class Space:
 
     @property
     def request_blocks(self) -> RequestBlocks:
-        """The law of the K/V blocks of running requests."""
         limits = self.limits
         return _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[0]
 
     def _blocks_beside(self, step_tokens: Array) -> Array:
-        """Return the number of K/V blocks beside a step of `step_tokens` tokens."""
         limits = self.limits
         # WAA's decode lane encodes no prompts, so its steps are small.
         return limits.memory.blocks_beside(step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens))
@@ -245,7 +234,6 @@ class Space:
         return needed <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * size
 
     def branches(self) -> list[dict[str, int]]:
-        """Return all combinations of values of the enumerated variables."""
         names = [axis.variable.name for axis in self.enumerated]
         return [dict(zip(names, values, strict=True)) for values in product(*(axis.values for axis in self.enumerated))]
 
@@ -295,7 +283,6 @@ class Space:
 
     @cached_property
     def _line_axes(self) -> tuple[int, int, list[int]] | None:
-        """Return the searched axes along and across the lines, and the number of points of each line."""
         outer, inner, counts = self.lines
         if outer is None or len(self.searched) == 1:
             return None
@@ -330,7 +317,6 @@ class Space:
         return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
 
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
-        """Yield all points with their predictions, `POINTS_AT_ONCE` at a time."""
         for start in range(0, self.num_points, POINTS_AT_ONCE):
             columns = self.points(np.arange(start, min(start + POINTS_AT_ONCE, self.num_points)))
             yield columns, self.evaluate(columns)
@@ -346,7 +332,6 @@ class Space:
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
-        """Predict points, and evaluate which of them are allowed."""
         self._looked_at.append(self._numbers(columns))
         return self._evaluate(self.models.model, columns)
 
@@ -360,9 +345,6 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Return the predictions for points. `Evaluation.lesser` predicts batches that are smaller by `step`, but only
-        for points that need it.
-        """
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
         def lesser(chosen: Ints) -> Performance:
@@ -372,7 +354,6 @@ class Space:
         return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
 
     def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
-        """Return points with `max_batch` lowered to what the engine can run."""
         engine, is_chosen = self.limits.engine, "token_budget" in columns and "max_batch" not in self.fixed
         if engine is None or (engine.framework, engine.scheduler) != ("vllm", "own") or not is_chosen:
             return columns
@@ -397,9 +378,6 @@ class Space:
         return self._predicted(self.models.model, {**points, fine: np.maximum(points[fine], self._least(fine))}, step)
 
     def _growing(self) -> tuple[str, ...]:
-        """Return the names of the variables that grow with the load: the forecast's load variable and those that follow
-        it.
-        """
         return (self.forecast.load, *self.forecast.follows)
 
     def _least(self, name: str) -> int:
@@ -412,7 +390,6 @@ class Space:
 
 
 def columns_of(settings: PolicySettings) -> dict[str, Ints]:
-    """Return the settings as the columns of a single point."""
     return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
@@ -420,9 +397,7 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 def _blocks_of(
     memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise, *, on_average: bool
 ) -> tuple[RequestBlocks, float]:
-    """Return the law of requests' blocks, and the number of requests that fit in a lane's memory if activations take
-    none. Both are cached, since all placements with the same lane share them.
-    """
+    """Both are cached, since all placements with the same lane share them."""
     kept, own = memory.kept_blocks, memory.request_blocks
     law = RequestBlocks.of(lengths, block_size, kv, kept, own, on_average=on_average)
     return law, float(law.most(memory.blocks_beside(np.zeros(1)))[0])
@@ -470,7 +445,6 @@ class Evaluation:
 
     @property
     def _figures(self) -> dict[str, Values]:
-        """The figures that a user's own objective may name. See `xscheduler.expression.FIGURES`."""
         performance, placement = self.performance, self._space.placement
         devices = float(placement.num_devices * placement.replicas)
         return {
@@ -489,7 +463,6 @@ class Evaluation:
         }
 
     def take(self, indices: Ints) -> Evaluation:
-        """Return the evaluation of the points with these indices, in this order."""
         lesser = self._lesser
         of_taken = None if lesser is None else lambda chosen: lesser(indices[chosen])
         taken = Evaluation(self.performance.take(indices), self._space, None, of_taken)

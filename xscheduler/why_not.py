@@ -21,7 +21,6 @@ class Fastest(NamedTuple):
     """The schedule with the lowest latency for an output of the quantile's length.
 
     Attributes:
-        kind: the schedule's policy.
         first_s, each_s: seconds to the first token, and seconds for each further token.
     """
 
@@ -31,7 +30,6 @@ class Fastest(NamedTuple):
 
 
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return the error that names the bound that cannot be kept, and its nearest value that can be kept."""
     constraint = candidates.problem.constraint
     nearest, quickest = _nearest(candidates, kinds)
     reason = _reason(candidates, quickest)
@@ -60,17 +58,14 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return the end of a message: the fastest schedule's time for an output of the quantile's length."""
     return _reason(candidates, fastest(candidates, kinds))
 
 
 def fastest(candidates: Candidates, kinds: Sequence[str]) -> Fastest | None:
-    """Return the fastest schedule for an output of the quantile's length, or None if no schedule fits in memory."""
     return _nearest(candidates, kinds)[1]
 
 
 def _reason(candidates: Candidates, found: Fastest | None) -> str:
-    """Return the end of a message about the fastest schedule and the headroom, or "" if `found` is None."""
     if found is None:
         return ""
     constraint = candidates.problem.constraint
@@ -85,9 +80,6 @@ def _reason(candidates: Candidates, found: Fastest | None) -> str:
 
 
 def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], Fastest | None]:
-    """Return the lowest value of each bound that some schedule keeps, and the fastest schedule. If no schedule fits in
-    memory, return an empty dictionary and None.
-    """
     constraint = candidates.problem.constraint
     relaxed = constraint.but(**Bounds()._asdict())
     headroom = 1 + relaxed.headroom
@@ -120,9 +112,6 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return the error for bounds that can be kept one by one but not together. The error names bounds that can be kept
-    together.
-    """
     free = candidates.problem.constraint.but(**dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -141,7 +130,6 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 
 
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return the error for fixed values that no schedule has."""
     problem = candidates.problem
     fixed = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
     tp = problem.fixed.get("tp", 1)
@@ -166,9 +154,6 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return the error for a model that fits on no placement. It states the reason, and a number of devices that would
-    be enough.
-    """
     problem, number = candidates.problem, candidates.placements.num_devices
     memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
     device = problem.cluster.device.name

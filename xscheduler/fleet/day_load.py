@@ -55,8 +55,6 @@ class DaySpec(Frozen):
 
 @dataclass(frozen=True)
 class Day:
-    """The requests of a day."""
-
     name: str
     requests: Requests
     seconds: float
@@ -67,11 +65,9 @@ class Intervals:
     """A day's load in intervals. # each [intervals]
 
     Attributes:
-        seconds: length of each interval. Only the last interval may have a different length.
         rates: mean arrival rate, requests/s.
         peaks: arrival rate in each interval's busiest third, requests/s.
         of_requests: the interval in which each request arrives. # [requests]
-        groups: each interval's index in `lengths`.
         lengths: the lengths of each group's requests.
         everything: the lengths of all requests.
     """
@@ -154,7 +150,6 @@ def cut(day: Day, interval_s: float) -> Intervals:
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:
-    """Group intervals with about the same mean lengths. Return each interval's group. # [intervals]"""
     arrived = np.maximum(np.bincount(index, minlength=count), 1)
     means, doubts = [], []
     for lengths in (requests.inputs, requests.outputs):
@@ -172,9 +167,7 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
 
 
 def _led(points: Array, reach: Array, order: Ints) -> Ints:
-    """Return each point's group. A point joins the first leader within `reach`. If there is none, it becomes a leader.
-    # [points]
-    """
+    """A point joins the first leader within `reach`. If there is none, it becomes a leader."""
     leaders: list[int] = []
     groups = np.zeros(len(points), int)
     for i in order.tolist():

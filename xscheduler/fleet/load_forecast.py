@@ -49,9 +49,7 @@ class _Predictor:
     """(time, rate) of the predictions for future times."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
-        """Update the mean square error from earlier predictions for the present. The variance due to chance is
-        subtracted.
-        """
+        """The variance due to chance is subtracted."""
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
             came = rate + self.slight
@@ -88,12 +86,10 @@ class LoadForecast:
         self._slope = 0.0
 
     def season(self, time_s: float) -> float:
-        """Return the planned day's rate at a time, interpolated within the interval."""
         i, part = self._fleet.place(time_s)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))
 
     def look(self, now_s: float, seconds: float, num_requests: float) -> None:
-        """Record the number of requests that arrived in the last `seconds`."""
         self._looks.append((now_s, seconds, num_requests))
         while self._looks[0][0] < now_s - MEMORY_S:
             self._looks.popleft()
@@ -109,11 +105,7 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return two numbers of requests over the latest observations that agree: the requests that arrived, and those
-        that the season expected.
-
-        The time span of these observations is doubled until its earlier half differs from its later half.
-        """
+        """The time span of these observations is doubled until its earlier half differs from its later half."""
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
         due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])
@@ -134,7 +126,6 @@ class LoadForecast:
         return float(counts[last] - counts[first]), float(due[last] - due[first])
 
     def _recent_slope(self) -> float:
-        """Return the recent change of the rate, requests/s², or 0 if the change may be due to chance."""
         since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
         looks = [look for look in self._looks if look[0] > since_s]
         half = len(looks) // 2
@@ -150,14 +141,12 @@ class LoadForecast:
         return max(0.0, self.rate + self._slope * min(ahead_s, 2 * self._lead_s))
 
     def at(self, ahead_s: float) -> float:
-        """Return the rate that is expected in `ahead_s` seconds."""
         now_s = self._looks[-1][0] if self._looks else 0.0
         season, trend = self.level * self.season(now_s + ahead_s), self._by_trend(ahead_s)
         return self._weight * season + (1 - self._weight) * trend
 
     @property
     def _weight(self) -> float:
-        """Return the weight of the season in forecasts."""
         season, trend = self._season.square**2, self._trend.square**2
         return trend / (season + trend)
 
@@ -183,8 +172,7 @@ class LoadForecast:
 
 
 def _rises(rates: Array) -> Array:
-    """Return the rise of the rate within each interval, given the mean rates of all intervals. The rate stays between
-    those of the neighbouring intervals, so sudden changes are not smoothed.
+    """Return the rise of the rate within each interval, given the mean rates of all intervals.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """
@@ -194,7 +182,6 @@ def _rises(rates: Array) -> Array:
 
 
 def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
-    """Return whether two time spans, given as (arrived, expected) requests, differ by more than chance."""
     (n, due_n), (m, due_m) = newer, older
     if due_n <= 0 or due_m <= 0:
         return (due_n > 0) != (due_m > 0)

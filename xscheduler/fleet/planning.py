@@ -59,7 +59,6 @@ class FleetCluster(NamedTuple):
 
     Attributes:
         problem: the planning problem of one replica, with the lengths of the whole day.
-        policy: the policies to consider.
         most_devices: largest number of devices of all replicas on this cluster. None means as many as needed.
     """
 
@@ -77,11 +76,9 @@ class FleetModel:
     candidates: tuple[Candidate, ...]
 
     def simulate(self, counts: Ints, interval_s: float) -> RequestTimes:
-        """Simulate the day's requests on a fleet and return their times. # counts [intervals, kinds]"""
         return self.simulate_replicas(replicas_of(counts, interval_s))
 
     def simulate_replicas(self, replicas: Sequence[Replica]) -> RequestTimes:
-        """Simulate the day's requests on replicas that start and end during the day, and return their times."""
         kinds = [candidate.kind for candidate in self.candidates]
         lanes = [lanes_of(candidate.kind.plan, candidate.profile) for candidate in self.candidates]
         return simulate_fleet(self.day.requests, replicas, kinds, lanes)
@@ -159,16 +156,13 @@ def plan_day(
 
 
 def _day_s(seconds: float, whole_s: float, interval_s: float) -> float:
-    """Return the length of the day that repeats. A trace ends with its last request, so a length just short of a whole
-    number of intervals is rounded up.
-    """
+    """A trace ends with its last request, so a length just short of a whole number of intervals is rounded up."""
     return whole_s if abs(whole_s - seconds) < NOTHING * interval_s else seconds
 
 
 def _candidates(
     clusters: Sequence[FleetCluster], intervals: Intervals, startup_s: float
 ) -> tuple[list[Candidate], list[DeviceLimit]]:
-    """Return the kinds of replicas of all clusters, and the limits on the devices that kinds share."""
     found: list[Candidate] = []
     limits: list[DeviceLimit] = []
     why: InfeasibleError | None = None
@@ -200,14 +194,9 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and this fleet.
-
-    If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds for
-    more requests than separate replicas. A load that changes within an interval has the opposite effect. The simulation
-    shows which effect is larger.
-
-    Raises:
-        InfeasibleError: none of the factors is large enough.
+    """If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds
+    for more requests than separate replicas. A load that changes within an interval has the opposite effect. The
+    simulation shows which effect is larger.
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
@@ -243,11 +232,7 @@ def _settled(
 def _repaired(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, times: RequestTimes, interval_s: float
 ) -> tuple[FleetProblem, FleetSolution, RequestTimes]:
-    """Return a problem with more load in the intervals whose requests would break the bounds, and its fleet.
-
-    Raises:
-        InfeasibleError: an interval breaks the bounds with any number of replicas that was tried.
-    """
+    """Return a problem with more load in the intervals whose requests would break the bounds, and its fleet."""
     needs = problem.needs
     for _ in range(MOST_REPAIRED):
         broken, worst = _broken(model, times)
@@ -292,14 +277,12 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
 
 
 def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> npt.NDArray[np.bool_]:
-    """Return whether each request keeps the bounds. # [requests]"""
     constraint = model.candidates[0].kind.plan.constraint
     slack = max((one.kind.plan.constraint.headroom for one in model.candidates), default=0.0) if headroom else 0.0
     return np.asarray(times.excess(constraint.all_bounds) <= 1 / (1 + slack))
 
 
 def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: RequestTimes) -> FleetFigures:
-    """Return a fleet's cost and the shares of requests that keep the bounds. # counts [intervals, kinds]"""
     kinds = [candidate.kind for candidate in model.candidates]
     starts = starts_of(counts).sum(axis=0)
     devices = np.asarray([kind.num_devices for kind in kinds])

@@ -47,13 +47,10 @@ class LoadSample:
     Attributes:
         now_s: seconds since the planned day began.
         seconds: time since the previous sample.
-        num_requests: number of requests that arrived since the previous sample.
-        waiting: number of requests that wait now.
         ready: number of replicas of each kind that serve now. None means unknown: replicas then count as serving once
             they were recommended long enough ago. # [kinds]
         input_mean, output_mean: recent mean lengths. None means that they are unknown, since there were too few
             requests.
-        num_lengths: number of requests from which the means were computed.
     """
 
     now_s: float
@@ -70,7 +67,6 @@ class WantedReplicas(NamedTuple):
     """The number of replicas that a fleet should have.
 
     Attributes:
-        replicas: number of replicas of each kind. # [kinds]
         need_per_s: highest load, in requests a second, that is expected before replicas ordered now would serve.
         held_per_s: load, in requests a second, that the previously recommended replicas can serve.
     """
@@ -85,10 +81,6 @@ class Recommender:
 
     A higher number is recommended immediately. A lower number is recommended only after it would have been enough for
     as long as a replica takes to start and to end.
-
-    Args:
-        limits: limits on the devices that kinds share.
-        look_s: time between samples.
     """
 
     def __init__(self, fleet: FleetPlan, limits: Sequence[DeviceLimit] = (), look_s: float = 15.0) -> None:
@@ -122,7 +114,6 @@ class Recommender:
         return WantedReplicas(tuple(planned.tolist()), self.forecast.rate, kept)
 
     def recommend(self, sample: LoadSample) -> WantedReplicas:
-        """Return the replicas that the fleet should have now."""
         now_s = sample.now_s
         self.forecast.look(now_s, sample.seconds, sample.num_requests)
         if not self._ordered_s:
@@ -150,19 +141,15 @@ class Recommender:
         return WantedReplicas(tuple(self._present().tolist()), need, kept)
 
     def _present(self) -> Ints:
-        """Return the number of recommended replicas of each kind. # [kinds]"""
         return np.asarray([len(times) for times in self._ordered_s])
 
     def _order(self, replicas: Ints, now_s: float) -> None:
-        """Recommend at least this number of replicas of each kind from now on."""
         self._ordered_s = self._ordered_s or [[] for _ in self._fleet.kinds]
         for times, count in zip(self._ordered_s, replicas.tolist(), strict=True):
             times += [now_s] * (count - len(times))
 
     def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
-        """Return the fleet problem for the near future. The problem's first step ends when replicas ordered at the next
-        sample would begin to serve. Replicas for later needs can still be ordered at that sample.
-        """
+        """The problem's first step ends when replicas ordered at the next sample would begin to serve."""
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
         spans = list(pairwise(edges))
@@ -196,13 +183,9 @@ class Recommender:
         return self._rates_of(group)
 
     def _rates_of(self, group: int) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind serves with one of the day's groups of lengths."""
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the cheapest numbers of replicas of each kind that serve the load. If there are too few devices,
-        return numbers that serve nearly the largest possible part of the load.
-        """
         while True:
             try:
                 return solve_fleet(problem).replicas[0]
@@ -212,9 +195,6 @@ class Recommender:
                     return np.zeros(len(problem.prices), int)
 
     def _leaving(self, sample: LoadSample, fewer: Ints, problem: FleetProblem) -> list[tuple[int, float]]:
-        """Return (kind, order time) of each replica to remove: first the replicas that do not serve yet, then the
-        newest.
-        """
         starts_s = [kind.start_s for kind in self._fleet.kinds]
         ready = np.asarray(
             [
@@ -250,8 +230,6 @@ Recommend = Callable[[LoadSample], WantedReplicas]
 
 @dataclass
 class _SimulatedReplica:
-    """A replica on the simulated clock."""
-
     kind: int
     ordered_s: float
     ready_s: float
@@ -263,7 +241,6 @@ class RecommendedDay:
     """A fleet's replicas during a day, and their cost.
 
     Attributes:
-        replicas: the replicas, each with the times between which it accepted requests.
         device_hours, cost: totals of all replicas, each counted from its order to its end.
         samples: (time in s, number of serving replicas, need in requests/s) at each sample.
     """
@@ -280,9 +257,6 @@ def simulate_day(
     """Return the replicas of a day on which the fleet follows the recommendation at every sample of the load.
 
     Waiting requests are modelled as a fluid queue, to which arrivals beyond the capacity of ready replicas are added.
-
-    Args:
-        first: number of replicas of each kind at the start.
     """
     all_: list[_SimulatedReplica] = [
         _SimulatedReplica(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)
@@ -317,7 +291,6 @@ def simulate_day(
 
 
 def _follow(fleet: FleetPlan, all_: list[_SimulatedReplica], wanted: Sequence[int], now_s: float) -> None:
-    """Start missing replicas, and end surplus replicas: first those that do not serve yet, then the newest."""
     for kind, number in enumerate(wanted):
         present = [one for one in all_ if one.kind == kind and one.leaves_s > now_s]
         present.sort(key=lambda one: (one.ready_s <= now_s, -one.ordered_s))

@@ -46,8 +46,6 @@ class DeviceLimit:
     """A limit on the devices that some kinds of replicas share.
 
     Attributes:
-        kinds: indices of the kinds.
-        devices: number of devices of a replica of each kind.
         most: largest number of devices that all their replicas may use.
     """
 
@@ -68,7 +66,6 @@ class FleetProblem:
         hours: length of each interval. # [intervals]
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
-        limits: limits on the devices that kinds share.
         before: number of replicas of each kind before the first interval. None means the same as in the first interval.
             # [kinds]
     """
@@ -90,7 +87,6 @@ class FleetSolution:
 
     Attributes:
         replicas: # [intervals, kinds]
-        cost: cost of all intervals, starts included.
         gap: largest share by which the cost may exceed the optimum.
     """
 
@@ -110,7 +106,6 @@ def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
 
 
 def cost_of(problem: FleetProblem, replicas: Ints) -> float:
-    """Return the cost of replicas over all intervals, starts included."""
     running = problem.hours @ replicas @ problem.prices
     return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
 
@@ -127,7 +122,6 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
 
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
-    """Return the fleet with the lowest cost if each interval's fleet is a row of `states`. # [states, kinds]"""
     running = np.outer(problem.hours, states @ problem.prices)
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
@@ -151,9 +145,6 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
 
 
 def _by_branching(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet with the lowest cost by mixed-integer programming. Its cost may exceed the optimum by the stated
-    gap.
-    """
     count, kinds = problem.rates.shape
     size = count * kinds
     whole = eye_array(size)
@@ -239,7 +230,6 @@ def least_costs(problem: FleetProblem) -> Array:
 
 
 def _check(problem: FleetProblem) -> None:
-    """Raise InfeasibleError if in some interval no kind of replica can serve any load."""
     unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
     if unheld.any():
         raise InfeasibleError(
@@ -258,9 +248,7 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 
 def _most(problem: FleetProblem) -> Ints:
-    """Return the largest useful number of replicas of each kind: the number that serves every interval's load without
-    other kinds. These bounds reduce HiGHS's time to a seventh if there are few variables. # [kinds]
-    """
+    """These bounds reduce HiGHS's time to a seventh if there are few variables."""
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
     before = 0 if problem.before is None else problem.before
@@ -273,7 +261,6 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all useful fleets that the limits on devices allow, or None if there are too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None
@@ -285,15 +272,11 @@ def _states(problem: FleetProblem, at_most: int) -> Ints | None:
 
 
 def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
-    """Return whether each fleet can serve each interval's load. # [intervals, states]"""
     return problem.rates @ states.T >= (1 - SLACK) * problem.needs[:, None]
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return two arrays: the share (at most 1) of each interval's need that a replica serves, and the sum (1 or 0) that
-    these shares must reach.
-
-    Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
+    """Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
     solution. # [intervals, kinds], [intervals]
     """
     needs = problem.needs[:, None]
@@ -302,7 +285,6 @@ def _shares(problem: FleetProblem) -> tuple[Array, Array]:
 
 
 def _by_interval(values: Array) -> csr_array:
-    """Return the matrix that computes each interval's weighted sum over kinds. # [intervals, intervals * kinds]"""
     count, kinds = values.shape
     rows = np.repeat(np.arange(count), kinds)
     return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()

@@ -79,7 +79,6 @@ def candidates(
 
 
 def _sizes(problem: Problem) -> Iterator[int]:
-    """Yield the powers of two below the number of devices of a node, and this number."""
     most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
     size = 1
     while size < most:
@@ -89,11 +88,6 @@ def _sizes(problem: Problem) -> Iterator[int]:
 
 
 def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
-    """Return the plan of one replica with the highest simulated rate, or None if no plan is worth a simulation.
-
-    Args:
-        least_a_device: rate per device that plans on fewer devices reach, requests/s.
-    """
     found = best_of_each(scheduler(problem), kinds_of(problem, policy), is_closed=True)
     rated = [(one.draft, one.closed_rate or 0.0) for one in found.values()]
     if rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:

@@ -49,11 +49,7 @@ UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wron
 
 
 class Arrivals(Objective[PlanDraft]):
-    """The objective `arrivals`: the highest arrival rate at which the bounds are kept, waiting included.
-
-    Args:
-        only_best: whether to return only the best plan of all policies.
-    """
+    """The objective `arrivals`: the highest arrival rate at which the bounds are kept, waiting included."""
 
     def __init__(
         self,
@@ -82,11 +78,7 @@ class Arrivals(Objective[PlanDraft]):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[PlanDraft, float]]:
-        """Return one policy's plans with the highest rates in closed form, each with its rate, highest first.
-
-        Args:
-            most: largest number of plans. No two plans are on the same placement.
-        """
+        """Return one policy's plans with the highest rates in closed form, each with its rate, highest first."""
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
     def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[PlanDraft, float]]:
@@ -158,9 +150,6 @@ class Arrivals(Objective[PlanDraft]):
         }
 
     def _certified(self, plan: PlanDraft, kind: str, breach: float, *, best: bool) -> tuple[PlanDraft, Ceiling]:
-        """Return the draft with the effort of its search, and the ceiling of all plans of the policy or, for the best
-        plan, of all policies.
-        """
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]
         effort = SearchEffort(
             method="optuna" if self._sampled else "branch-and-bound",
@@ -182,7 +171,6 @@ class Arrivals(Objective[PlanDraft]):
         return plan.but(search=effort), ceiling
 
     def _space_in_words(self, plan: PlanDraft) -> str:
-        """Return the limits of the searched space that other settings of the same question do not have."""
         constraint, limits = self.scheduler.problem.constraint, []
         if constraint.ttft_s is not None and plan.admission.order == "fcfs":
             limits.append("requests are admitted in order of arrival")
@@ -206,11 +194,9 @@ class Arrivals(Objective[PlanDraft]):
         )
 
     def _in_engine(self, space: Space) -> Space:
-        """Return the space under the bounds that remain for the engine's loop."""
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
     def _finish(self, plan: PlanDraft) -> PlanDraft:
-        """Return the plan after `finish` has set its admission and its simulated figures."""
         key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
             self._finished[key] = self.finish(plan)
@@ -222,7 +208,6 @@ class Arrivals(Objective[PlanDraft]):
         rival: CapacitySearch | None,
         doubt: float = TOLERANCES.doubt,
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate, or None if no rate exceeds the rival's."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -234,9 +219,6 @@ class Arrivals(Objective[PlanDraft]):
         return None if best is rival else best
 
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
-        """Move from the best plan to better neighbouring settings on its placement until there are none, and return the
-        last plan.
-        """
         tried = {best.plan.policy}
         for _ in range(MOST_MOVES):
             near = [(other, rate) for other, rate in self._nearby(best.plan) if other.policy not in tried]
@@ -248,9 +230,6 @@ class Arrivals(Objective[PlanDraft]):
         return best
 
     def _nearby(self, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
-        """Return plans on the same placement with their rates in closed form. They differ slightly in one variable or
-        are the best under tighter bounds.
-        """
         space = self._in_engine(self.scheduler.space_of(plan))
         near = one_step_from(space, plan.policy)
         near += [one for one in best_under_tighter(space) if one not in (plan.policy, *near)]
@@ -258,9 +237,6 @@ class Arrivals(Objective[PlanDraft]):
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan, or a policy's plan with the highest throughput at saturation if that plan has a higher
-        arrival rate.
-        """
         best.precision = TOLERANCES.rate
         try:
             rivals = self.scheduler.found(kinds)
@@ -275,7 +251,6 @@ class Arrivals(Objective[PlanDraft]):
         return found
 
     def _settled(self, best: CapacitySearch) -> CapacitySearch:
-        """Simulate the branches that may contain a better plan, and return the best plan."""
         space = self.scheduler.space_of(best.plan)
         if best.plan.admission.order == "fcfs":
             self._branches.count_waits()
@@ -340,7 +315,6 @@ class Arrivals(Objective[PlanDraft]):
         return best
 
     def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the best plan, or a better plan from the settings that Optuna proposes."""
         self._sampled = True
         ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
         proposed = sampled(ordered[:MOST_PLACEMENTS])
@@ -353,8 +327,6 @@ class Arrivals(Objective[PlanDraft]):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that one keeps."""
-
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:
                 return True
@@ -368,7 +340,6 @@ class Arrivals(Objective[PlanDraft]):
 
 
 def _error_of(plan: PlanDraft, profile: Profile, rate: float) -> float:
-    """Return the relative standard deviation of a plan's rate over several draws."""
     rates = [rate]
     for seed in DRAWS:
         other = CapacitySearch(plan, profile, rate, seed=seed)
@@ -378,7 +349,6 @@ def _error_of(plan: PlanDraft, profile: Profile, rate: float) -> float:
 
 
 def _rival(ordered: dict[str, PlanDraft]) -> str | None:
-    """Return a description of the next plan if simulation cannot distinguish its rate from the best plan's."""
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)

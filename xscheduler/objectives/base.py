@@ -21,15 +21,7 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 
 
 class Objective(ABC, Generic[Schedule]):
-    """Finds the plans with the highest value of a figure.
-
-    An objective ranks candidates in closed form, verifies the best candidates by simulation, and computes an upper
-    bound for all other candidates.
-
-    Args:
-        finish: completes a plan before it is simulated. For example, it sets the order of admission.
-        progress: called for each part of the work.
-    """
+    """Finds the plans with the highest value of a figure."""
 
     def __init__(
         self,
@@ -66,16 +58,11 @@ class Objective(ABC, Generic[Schedule]):
         """
 
     def settle(self, kinds: Sequence[str]) -> dict[str, Found]:
-        """Return each policy's best plan, verified and certified, the highest value first.
-
-        Raises:
-            InfeasibleError: no plan keeps the constraint.
-        """
+        """Return each policy's best plan, verified and certified, the highest value first."""
         return self.certify(self.verify(self.rank(kinds)))
 
 
 def simulating(what: str) -> str:
-    """Return the text of a progress bar for a simulation."""
     from xsimulator.counts.counted_run import is_compiled
 
     once = "" if is_compiled() else " (compiled once on each machine, in about 15 s)"

@@ -39,7 +39,6 @@ def plan_each(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first. See `found_each`."""
     return {kind: found.plan for kind, found in found_each(problem, policy, search, order, progress).items()}
 
 
@@ -53,10 +52,8 @@ def found_each(
     """Return each policy's best schedule with what is proven about the question, the best of all first.
 
     Args:
-        policy: a policy, or the name of a group of policies.
         order: order of admission. None means fcfs, or the order that tuning finds. A vLLM plan uses xgpt's scheduler
             class if it has another order or a tuned policy.
-        progress: called for each part of the work.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -99,8 +96,7 @@ def best_of_each(
     is_closed: bool = False,
     only_best: bool = False,
 ) -> dict[str, Found]:
-    """Return the best schedule of each policy by the problem's objective, the best of all first. Planner, re-planning,
-    fleet, comparison and page all search through this function.
+    """Return the best schedule of each policy by the problem's objective, the best of all first.
 
     Args:
         by: the problem's scheduler (`scheduler`), which can be kept for other bounds.
@@ -132,11 +128,6 @@ def best_of_each(
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
-    """Check that the problem has what a tuned policy needs.
-
-    Raises:
-        InputError: the objective, the bounds or the model cannot be combined with the policy.
-    """
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
     if not by_rate or constraint.tpot_s is None:
@@ -150,11 +141,6 @@ def _check_tunable(problem: Problem, policy: str) -> None:
 
 
 def _check_maximised(problem: Problem) -> None:
-    """Check that the price of devices is known if the user's objective names their cost.
-
-    Raises:
-        InputError: the price of devices is not known.
-    """
     text = problem.constraint.maximise
     if text is not None and "cost" in names_in(text) and problem.cluster.price_per_device_hour is None:
         raise InputError("price", None, f"`maximise` names cost, but {problem.cluster.name} states no price: give one")
@@ -220,11 +206,6 @@ def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
 
 
 def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those policies that have all fixed variables.
-
-    Raises:
-        InputError: `fixed` names an unknown variable or one that no policy has, or gives 0 where at least 1 is needed.
-    """
     of_kind = {kind: variables_of(kind) for kind in CHOICES}
     known = set().union(*of_kind.values())
     for name, value in fixed.items():
@@ -242,7 +223,6 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
 
 
 def variables_of(kind: str) -> set[str]:
-    """Return the variables of a policy that can be fixed."""
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "tp_devices", "ep", "pp", "replicas"})
     return placed | {variable.name for variable in settings.variables} | {*settings.steadying, *OF_ROWS}
@@ -270,18 +250,13 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:
     """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes or the objective
     has done so.
-
-    The later search for the plan's arrival rate uses the throughput at saturation as an upper limit, and to choose the
-    number of simulated requests.
     """
     is_simulated = problem.reused is not None or not problem.constraint.maximises_arrivals
     return plan if is_simulated else with_simulated_figures(plan, problem.profile)
 
 
 def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> PlanDraft:
-    """Return the plan with this order of admission.
-
-    Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running
+    """Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running
     requests. Under lpt, all work is known at the start, so no request becomes overdue.
 
     Raises:

@@ -48,7 +48,6 @@ class Branch:
     """A placement under a policy.
 
     Attributes:
-        space: the branch's settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
@@ -76,7 +75,6 @@ class Branch:
 
     @property
     def evaluations(self) -> int:
-        """Number of points that were predicted, under the constraint or under the relaxed one."""
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
@@ -89,7 +87,6 @@ class Branch:
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
     def tighten(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by bisection, but not below the rate `at_least`."""
         low = at_least
         self.refine(at_least, waits)
         for _ in range(WAIT_STEPS):
@@ -111,20 +108,15 @@ class Branch:
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        """Lower bounds on the times of prompts if any step may encode prompts."""
         budgets = self._budgets or (MANY,)
         micro = self.space.placement.microbatches
         return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
 
     @cached_property
     def _budgets(self) -> list[int]:
-        """The token budgets of the branch's settings, or nothing if the policy has no token budget."""
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return an upper bound on throughput if latency must be within the time that remains after the waits at
-        `rate`. The result is at least `at_least`.
-        """
         left = self._left(rate, waits)
         most = float(left.max())
         if most <= 0:
@@ -142,9 +134,6 @@ class Branch:
         return bound.throughput
 
     def _left(self, rate: float, waits: Waits | None) -> Array:
-        """Return, for each token budget, the largest share of the latency bound that can remain after waiting at a
-        rate.
-        """
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
             return waits.left_by_budget(self._steps, of_one)
@@ -188,7 +177,6 @@ class Branches:
 
     Args:
         constraint: the bounds that arriving requests must keep in the engine.
-        progress: called for each branch that is bounded.
 
     Attributes:
         best_rate: the highest simulated rate so far.
@@ -211,31 +199,23 @@ class Branches:
         ]
 
     def count_waits(self) -> None:
-        """From now on, include the time for which requests wait for earlier prompts. This is valid only if requests
-        enter in order of arrival.
-        """
+        """This is valid only if requests enter in order of arrival."""
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
         """Return by what share a simulated rate or random points exceed the bounds of a space's branch (see
         `Branch.breach`).
-
-        Args:
-            waits: whether to compare the rate with the bounds that include waits.
         """
         return self.of(space).breach(rate, self._waits if waits else None)
 
     def spaces(self, kind: str) -> list[Space]:
-        """Return the spaces of a policy."""
         return [branch.space for branch in self.all if branch.kind == kind]
 
     def of(self, space: Space) -> Branch:
-        """Return the branch of a space."""
         return next(one for one in self.all if (one.kind, one.space.placement) == (space.kind, space.placement))
 
     @property
     def is_spent(self) -> bool:
-        """Whether the search has made as many predictions as it may."""
         return sum(branch.predictions for branch in self.all) >= MOST_PREDICTIONS
 
     def open(self) -> Iterator[Branch]:

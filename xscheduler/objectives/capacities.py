@@ -20,9 +20,7 @@ from xsimulator.forecast import FORECASTS
 
 
 def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Found]:
-    """Return the schedules with their capacities. Missing capacities are simulated. The first plan is also simulated
-    under slightly tighter and looser bounds.
-    """
+    """Missing capacities are simulated. The first plan is also simulated under slightly tighter and looser bounds."""
     return {
         kind: one if one.draft.estimate.capacity else replace(one, draft=rated(one.draft, profile, edges=not i))
         for i, (kind, one) in enumerate(found.items())
@@ -30,7 +28,6 @@ def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Foun
 
 
 def rated(plan: PlanDraft, profile: Profile, *, edges: bool = True) -> PlanDraft:
-    """Return the draft with its simulated capacity, by a search that begins at the closed form's rate."""
     return with_capacity(plan, profile, predicted_rate(plan, profile), edges=edges)
 
 
@@ -57,12 +54,7 @@ def _closed_rate(plan: PlanDraft, problem: Problem) -> float:
 def with_capacity(
     plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
 ) -> PlanDraft:
-    """Return the plan with its simulated capacity. A plan without bounds is returned unchanged.
-
-    Args:
-        predicted: the highest arrival rate in closed form.
-        edges: whether to simulate slightly tighter and looser bounds, too.
-    """
+    """A plan without bounds is returned unchanged."""
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))
 
 
@@ -72,11 +64,7 @@ HALVINGS = 5
 
 
 def mixing_edge(plans: Sequence[PlanDraft], profile: Profile) -> MixingEdge | None:
-    """Return the cost of mixed steps above which another plan is better than the first one.
-
-    Plans are compared by their objective in closed form, with unchanged settings. The result is None if no cost is, or
-    if the profile is measured and thus includes the cost of mixed steps.
-    """
+    """Return the cost of mixed steps above which another plan is better than the first one."""
     best, rivals = plans[0], [plan for plan in plans if _mixes(plan) != _mixes(plans[0])]
     if profile.source == "measured" or not rivals:
         return None
@@ -103,6 +91,5 @@ def _mixes(plan: PlanDraft) -> bool:
 
 
 def _closed(plan: PlanDraft, profile: Profile, mixing: float) -> float:
-    """Compute in closed form the value of a plan's objective at another cost of mixed steps."""
     engine = (plan.engine or load_engine("xgpt")).but(mixing=mixing)
     return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

@@ -63,10 +63,6 @@ def request_law(plan: PlanDraft, profile: Profile, workload: Workload | None = N
 
     If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
     simulated twice, once with a common start and once spread out, and the slower result counts.
-
-    Args:
-        workload: lengths. None means the plan's own.
-        seed: seed of the drawn lengths.
     """
     from xsimulator.counts.counted_run import is_counted
 
@@ -90,11 +86,7 @@ def request_law(plan: PlanDraft, profile: Profile, workload: Workload | None = N
 
 
 def request_latency(plan: PlanDraft, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the simulated latency, in s, that the constraint's quantile of all requests does not exceed.
-
-    Args:
-        workload: lengths. None means the plan's own.
-    """
+    """Return the simulated latency, in s, that the constraint's quantile of all requests does not exceed."""
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
 
@@ -109,10 +101,6 @@ class _Simulated:
 class Ladder:
     """A policy's plans, indexed by a latency bound (a rung) that each meets according to the closed-form estimate. The
     bound of rung k is `RUNG**k` seconds.
-
-    Args:
-        search: the scheduler that finds plans. Its latency bound is ignored.
-        progress: called for each simulation.
     """
 
     def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
@@ -152,7 +140,6 @@ class Ladder:
         return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
 
     def keeps(self, rung: int, bound_s: float) -> bool:
-        """Return whether the rung's plan keeps a bound in simulation, or True if the rung has no plan."""
         plan = self.plan(rung)
         return plan is None or self.simulated(plan.draft).guarded_s <= bound_s
 
@@ -163,7 +150,6 @@ class Ladder:
         return None if plan is None or rung is None else max(self.simulated(plan.draft).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
-        """Return the lowest rung that has a plan, or None if no rung has a plan."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:
@@ -174,9 +160,6 @@ class Ladder:
         return LOWEST
 
     def simulated(self, plan: PlanDraft) -> _Simulated:
-        """Return the simulated latencies of a rung's plan. They are cached, since neighbouring rungs often share a
-        plan.
-        """
         key = plan.policy, plan.stages
         if key not in self._simulated:
             if self._progress is not None:
@@ -200,7 +183,6 @@ class Ladder:
         return self._of.under(constraint).found((self._kind,))[self._kind]
 
     def _settled(self, plan: Found, rung: int, bound_s: float, seconds: float) -> Found:
-        """Return the plan of a rung with its simulated latency, under the given bound."""
         seen = with_law(plan, self.simulated(plan.draft).law, closed_s=RUNG**rung)
         effort = seen.draft.search.but(simulations=len(self._simulated), seconds=round(seconds, 4))
         constraint = plan.draft.constraint.but(latency_bound_s=bound_s)
@@ -208,17 +190,11 @@ class Ladder:
 
 
 def _top(bound_s: float) -> int:
-    """Return the number of the highest block of rungs that is searched under a bound."""
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
 
 
 def with_law(found: Found, law: RequestLaw, closed_s: float | None = None) -> Found:
-    """Return the schedule with its simulated latency. Of the closed form's ceiling, only a remark is left.
-
-    Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form. None means that the remark names no
-            bound.
-    """
+    """Return the schedule with its simulated latency. Of the closed form's ceiling, only a remark is left."""
     gap = found.plan.search.gap
     proven = ""
     if gap is not None:
@@ -229,6 +205,5 @@ def with_law(found: Found, law: RequestLaw, closed_s: float | None = None) -> Fo
 
 
 def seen_by(law: RequestLaw, plan: PlanDraft) -> PlanDraft:
-    """Return the draft with its simulated latency."""
     quantile = plan.constraint.quantile
     return plan.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))

@@ -25,10 +25,7 @@ Keeps = Callable[[Constraint], bool]
 def never_kept(
     scheduler: Scheduler, kinds: Sequence[str], keeps: Keeps, progress: Progress | None = None
 ) -> InfeasibleError:
-    """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that a plan keeps.
-
-    If a single bound is the cause, the error names the nearest value of this bound only.
-    """
+    """If a single bound is the cause, the error names the nearest value of this bound only."""
     constraint = scheduler.problem.constraint
     given = constraint.bounds.given
     binding, base, reason = next(iter(given)), 1.0, ""
@@ -92,12 +89,6 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Loosen all bounds by the same factor. Return the tightest bounds that some plan keeps, or None if no bounds tried
-    can be kept.
-
-    Args:
-        low: a factor with which no plan keeps the bounds.
-    """
     tried = 0
     unit = 1.0 if len(bounds) > 1 else 1 / next(iter(bounds.values()))  # s, for a single bound
 

@@ -49,7 +49,6 @@ def with_reuse(
 
     Args:
         trace: the workload's trace. None means that the workload is not a trace, and the plans are returned unchanged.
-        plans: each policy's best plan without reuse.
     """
     if trace is None:
         return plans
@@ -80,10 +79,8 @@ class _Division:
     """A division of memory between running requests and cached prompts.
 
     Attributes:
-        base: the problem, with a fixed number of replicas.
         curve: returns the reuse curve, given the number of other running requests.
         size, larger: number of cached tokens in this division, and in the next larger one.
-        has_answers: whether prompts contain the answers to earlier prompts.
     """
 
     base: Problem
@@ -102,7 +99,6 @@ class _Division:
 
 
 def _divisions(problem: Problem, trace: TraceLengths, best: PlanDraft) -> list[_Division]:
-    """Return the divisions for one replica, and for the number of replicas of the best plan without reuse."""
     divisions = []
     for replicas in sorted({1, best.replicas}):
         of_replica = trace if replicas == 1 else share_of_replica(trace, best)
@@ -114,10 +110,8 @@ def _divisions(problem: Problem, trace: TraceLengths, best: PlanDraft) -> list[_
 
 
 def _consistent(find_each: FindEach, division: _Division, best: PlanDraft) -> dict[str, Found]:
-    """Return each policy's best plan. The plan assumes only as much reuse as its own number of running requests
-    permits.
-
-    This number matters at saturation: a conversation's next prompt may enter before the previous output has ended.
+    """This number matters at saturation: a conversation's next prompt may enter before the previous output has
+    ended.
     """
     if not division.has_answers:
         return _planned(find_each, division.problem())
@@ -144,14 +138,12 @@ def _rps(find_each: FindEach, problem: Problem) -> float:
 
 
 def _sizes(curve: ReuseCurve, plan: PlanDraft) -> list[float]:
-    """Return the cache sizes to try, in tokens, from 0 to all of a plan's K/V memory."""
     memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
     steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
     return sorted(size for size in steps if size <= memory)
 
 
 def _planned(find_each: FindEach, problem: Problem) -> dict[str, Found]:
-    """Return each policy's best schedule, or none if no plan keeps the constraint."""
     try:
         return find_each(problem)
     except InfeasibleError:
@@ -159,9 +151,6 @@ def _planned(find_each: FindEach, problem: Problem) -> dict[str, Found]:
 
 
 def _counting(found: Found, alone: PlanDraft, highest: float | None) -> Found:
-    """Return the schedule with the ceiling of all divisions of memory, and with the objective's value of `alone`, the
-    plan without reuse.
-    """
     reuse = found.draft.estimate.reuse
     if reuse is None:
         return found

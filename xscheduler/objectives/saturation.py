@@ -56,9 +56,7 @@ class SaturatedFigures(NamedTuple):
     """A plan's simulated figures at saturation.
 
     Attributes:
-        throughput_rps: throughput of all replicas together.
         latency_s: mean latency of a request of the quantile's length.
-        ttft_s: mean time from admission to the first token.
         tpot_s: mean time per output token of a request of about the quantile's length. Like `latency_s`, it is None if
             too few requests have this length.
     """
@@ -90,9 +88,6 @@ class SaturatedFigures(NamedTuple):
         return (1 + constraint.headroom) * max(over, default=0.0)
 
     def refutes(self, plan: PlanDraft) -> bool:
-        """Return whether another plan may be better, because this plan breaks a bound or its throughput differs from
-        its prediction.
-        """
         return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
 
@@ -135,13 +130,11 @@ def saturated_figures(plan: PlanDraft, profile: Profile) -> SaturatedFigures:
 
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the outputs that have about `length` tokens, and at least two."""
     values = np.asarray(lengths)
     return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 
 
 def with_simulated_figures(plan: PlanDraft, profile: Profile) -> PlanDraft:
-    """Return the plan. Its figures that disagree with the simulation are replaced by simulated ones."""
     return _simulated(plan, saturated_figures(plan, profile))
 
 
@@ -182,10 +175,7 @@ class Saturated(Objective[Found]):
         return stable
 
     def _kept_by_all(self, ranked: Ranked[Found], bound_s: float) -> dict[str, Found]:
-        """Return, for each policy, the plan with the highest throughput among those that let enough requests keep the
-        bound in simulation.
-
-        A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
+        """A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
         throughput. Its plan then keeps the bound only in closed form.
         """
         plans: dict[str, Found] = {}
@@ -200,9 +190,7 @@ class Saturated(Objective[Found]):
         return plans
 
     def _confirmed(self, plans: dict[str, Found]) -> dict[str, Found]:
-        """Check each policy's plan by simulation. If the simulation refutes it, use the policy's best plan in
-        simulation instead, or omit the policy if it has none. A plan that `_kept_by_all` did not simulate is kept.
-        """
+        """A plan that `_kept_by_all` did not simulate is kept."""
         found: dict[str, Found] = {}
         nearest_s = inf
         for kind, closed in plans.items():
@@ -223,9 +211,6 @@ class Saturated(Objective[Found]):
         return found
 
     def _best_in_simulation(self, kind: str, plan: PlanDraft, seen: SaturatedFigures) -> tuple[Found | None, float]:
-        """Return two values: the policy's best plan in simulation (None if no plan keeps the bounds), and the smallest
-        ratio of time to bound among its simulated plans.
-        """
         least, simulated, profile = inf, dict[object, SaturatedFigures](), self.scheduler.problem.profile
         best: PlanDraft | None = None
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
@@ -259,7 +244,6 @@ class Saturated(Objective[Found]):
         return Found(best.but(constraint=plan.constraint, search=effort), Ceiling(None, PASSED_OVER)), least
 
     def _rungs(self, kind: str, plan: PlanDraft) -> Iterator[PlanDraft]:
-        """Yield the policy's best plan in closed form under each of a sequence of ever tighter latency bounds."""
         constraint = self.scheduler.problem.constraint
         rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
         while True:
@@ -271,7 +255,6 @@ class Saturated(Objective[Found]):
             rung -= 1
 
     def _never_kept(self, nearest_s: float) -> InfeasibleError:
-        """Return the error for bounds that no policy keeps. It names a latency bound that a simulated plan keeps."""
         constraint = self.scheduler.problem.constraint
         bounds = constraint.bounds.given
         name = next(iter(bounds))
@@ -286,9 +269,6 @@ class Saturated(Objective[Found]):
         )
 
     def _never_kept_by_all(self, bound_s: float) -> InfeasibleError:
-        """Return the error if no policy lets enough requests keep the bound. It names the nearest
-        bound that can be kept.
-        """
         nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]
         if not nearest:
             self.scheduler.found(tuple(self._ladders))  # raises an error that states why
@@ -312,7 +292,6 @@ def _seen(found: Found, seen: SaturatedFigures) -> Found:
 
 
 def _simulated(plan: PlanDraft, seen: SaturatedFigures) -> PlanDraft:
-    """Return the draft with the simulated figures that disagree with its own."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
     if rps is not None:

@@ -19,8 +19,6 @@ class ClusterChoice:
     Attributes:
         num_devices: the smallest number of devices that sustains the arrival rate, or None if all devices do not
             sustain it.
-        price_per_hour: price of these devices for an hour, or None if the rate is not sustained.
-        why_not: the error if the rate is not sustained.
         why_not_fewer, tried: see `Fewest`.
     """
 
@@ -55,7 +53,6 @@ def fewest_devices(problem: Problem, find_each: FindEach, confidence: Confidence
     If no number reaches the wanted confidence, return the smallest number with the highest confidence.
 
     Args:
-        find_each: returns each policy's best plan, with the policy, search and order that the final plan will have.
         wanted: probability with which the plan must sustain the rate.
 
     Raises:
@@ -92,10 +89,6 @@ def cheapest(
     """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
 
     Clusters that do not sustain the rate come last.
-
-    Args:
-        find_each, wanted: see `fewest_devices`.
-        confidence: returns, for a cluster's problem, the function for `fewest_devices`.
 
     Raises:
         InputError: the cluster of a problem states no price.

@@ -52,7 +52,6 @@ class TunedArrivals(Arrivals):
     """The objective `arrivals` for a tuned policy: the plan of the policy without tuning, improved by simulation.
 
     Args:
-        kind: the tuned policy, a key of `xsimulator.forecast.TUNED`.
         order: order of admission. None means that the order is tuned as well.
     """
 
@@ -76,9 +75,6 @@ class TunedArrivals(Arrivals):
         return {self._kind: Found(draft, Ceiling(None, TUNED_ONLY))}
 
     def _under_tighter(self) -> Iterator[PlanDraft]:
-        """Yield the best plans under tighter bounds on the time per token, with their capacities under the original
-        bound.
-        """
         constraint = self.scheduler.problem.constraint
         assert constraint.tpot_s is not None
         for share in TIGHTER:
@@ -93,11 +89,8 @@ class TunedArrivals(Arrivals):
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
     def _on_one_stage(self, fixed: list[PlanDraft]) -> list[PlanDraft]:
-        """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
-        single-stage plan.
-
-        With tuned settings, a single stage may be better than a pipeline. In a pipeline, a step has less time, and only
-        one of the micro-batches encodes a given prompt.
+        """With tuned settings, a single stage may be better than a pipeline. In a pipeline, a step has less time, and
+        only one of the micro-batches encodes a given prompt.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
@@ -121,7 +114,6 @@ def tune(
     """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
-        plan: a plan with fixed settings and a simulated capacity.
         others: further plans with fixed settings, on other placements or with other budgets. Tuning also starts from
             them.
         order: order of admission. None means that the order is tuned as well.
@@ -157,7 +149,6 @@ def tune(
 
 
 def _settled(plan: PlanDraft, profile: Profile, rate: float) -> PlanDraft:
-    """Return the plan with its simulated throughput at saturation, its capacity, and the capacity's error."""
     saturated = max(Trial(plan, profile).saturated(), rate)
     estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
     cost = estimate.cost_per_million_tokens
@@ -182,9 +173,6 @@ def _settled(plan: PlanDraft, profile: Profile, rate: float) -> PlanDraft:
 
 
 def _slack_settings(plan: PlanDraft) -> Iterator[dict[str, Any]]:
-    """Yield the first settings to try: the fixed budget with orders fcfs and in-time, then budgets that depend on
-    slack.
-    """
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,
@@ -229,7 +217,6 @@ _profile: Profile | None = None
 
 @contextmanager
 def _workers(plan: PlanDraft, profile: Profile) -> Iterator[Callable[[list[PlanDraft], float], list[Score]]]:
-    """Yield a function that scores plans in one process for each core, but at most `NUM_PROCESSES`."""
     count = min(NUM_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if count < 2:
         _begin(profile)
@@ -248,7 +235,6 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: PlanDraft, best: float) -> Score:
-    """Return the plan's score, given the best rate so far."""
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
     search.precision = PRECISION

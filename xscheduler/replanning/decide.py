@@ -57,9 +57,7 @@ class Verdict:
         found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the share by which the best plan's objective exceeds the running plan's.
-        pause_s: seconds for which the change would delay requests.
         switch: whether to change to `found`.
-        reason: the reason for changing, or for not changing.
         planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
         num_unbuilt: number of candidates that were skipped, because they could not be built.
     """
@@ -78,7 +76,6 @@ class Verdict:
 
     @property
     def plan(self) -> Plan | None:
-        """`found` as a plan."""
         return None if self.found is None else self.found.plan
 
 
@@ -112,9 +109,7 @@ def _judged(situation: Situation, terms: Terms, num_requests: int) -> Verdict:
 
 
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans by their highest arrival rate. If too many requests break their bounds now, a small gain is enough
-    for a change.
-    """
+    """If too many requests break their bounds now, a small gain is enough for a change."""
     if not situation.misses:
         return decide(ArrivalsJudge(situation, terms))
     terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
@@ -127,9 +122,6 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict, changed to keep the running plan if the arrival rate is not known yet and the other plan
-    serves less.
-    """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
         return verdict
@@ -144,10 +136,7 @@ def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans under a bound for a quantile of all requests, by simulating the running plan and the candidate.
-
-    If the candidate breaks the bound, the search is repeated under a tighter bound.
-    """
+    """If the candidate breaks the bound, the search is repeated under a tighter bound."""
     plan, profile, lengths = situation.plan, situation.profile, situation.lengths
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
     closed_s = reestimate(plan, profile, lengths, constraint.quantile)["latency"]
@@ -175,9 +164,7 @@ def decide(judge: Judge) -> Verdict:
     """Compare the running plan with the best plan.
 
     A plan on the same stages takes over if its gain is large enough, or if the running plan breaks its bound. A plan on
-    another placement must also repay the pause. The search may find no plan that keeps the bound, since it can miss
-    plans that keep the bound in simulation. A plan that nearly keeps the bound then takes over, unless the running plan
-    keeps the bound at some arrival rate.
+    another placement must also repay the pause.
 
     Raises:
         InputError: `profile` was not made for the plan's devices.
@@ -201,10 +188,7 @@ def decide(judge: Judge) -> Verdict:
 
 
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
-    """Return a verdict with a plan that serves more of the observed arrival rate, or None if the given verdict is good
-    enough.
-
-    If more requests arrive than a plan serves at saturation, its queue grows without limit, and no request keeps its
+    """If more requests arrive than a plan serves at saturation, its queue grows without limit, and no request keeps its
     bounds. A plan that keeps looser bounds at this rate, or that serves more requests, is then better than a plan that
     keeps the bounds at a lower rate.
     """
@@ -237,7 +221,6 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
 
 
 def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[Judge]:
-    """Yield a judge under about `bound_s` times each factor in turn, until the running plan keeps such a bound."""
     for factor in factors:
         near = judge.near(factor * bound_s)
         if near is None:
@@ -246,11 +229,6 @@ def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[J
 
 
 def _decide_feasible(judge: Judge) -> Verdict:
-    """Compare the running plan with the best plan that keeps the bounds.
-
-    Raises:
-        InfeasibleError: no plan keeps the bounds.
-    """
     anywhere, swap = _candidates(judge)
     pause_s = judge.running.latency_s + loading_s(anywhere.draft, judge.situation.profile, judge.plan)
     in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap.draft))
@@ -268,12 +246,6 @@ def _decide_feasible(judge: Judge) -> Verdict:
 
 
 def _candidates(judge: Judge) -> tuple[Found, Found | None]:
-    """Return two plans: the best on any placement of the server's devices, and the best that can take over between two
-    steps on the running plan's stages. The second is None if no such plan keeps the bounds.
-
-    Raises:
-        InfeasibleError: no plan keeps the bounds.
-    """
     plan = judge.plan
     kinds = within_pins(plan, SWAPPABLE) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     is_alone = plan.num_devices == 1
@@ -320,15 +292,11 @@ def weights_loading_s(plan: PlanDraft, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement gains enough over the best plan on the running placement, and also
-    repays the pause.
-    """
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
 def _compare(judge: Judge, best: Found, *, pause_s: float, is_swap: bool) -> Verdict:
-    """Return the verdict on a plan, with its gain and whether the gain is large enough."""
     running, outcome, gain = judge.running, judge.outcome(best.draft), _gain(judge, best.draft)
     switch = not judge.kept_rps or gain >= judge.terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -346,9 +314,6 @@ def _compare(judge: Judge, best: Found, *, pause_s: float, is_swap: bool) -> Ver
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict. If a plan that also keeps the bound for longer requests costs little, the verdict has this
-    plan.
-    """
     assert verdict.found is not None
     found = verdict.found.draft
     plan, rate = (found, judge.rate(found)) if verdict.switch else (judge.plan, judge.rate(judge.running))
@@ -366,7 +331,6 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict `near`, reached under a looser bound, with the original constraint that no plan keeps."""
     assert near.best is not None and near.found is not None
     draft = near.found.draft
     wider_s = draft.constraint.latency_bound_s
@@ -391,6 +355,5 @@ def _gain(judge: Judge, plan: PlanDraft) -> float:
 
 
 def _is_same(plan: PlanDraft, other: PlanDraft) -> bool:
-    """Return whether two plans have the same settings and about the same number of prompt tokens per phase."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

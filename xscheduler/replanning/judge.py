@@ -55,7 +55,6 @@ class Judge(ABC):
 
     @property
     def plan(self) -> PlanDraft:
-        """The running plan."""
         return self.situation.plan
 
     @property
@@ -117,12 +116,6 @@ class Judge(ABC):
 def _plans_of(
     problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Found]], unbuilt: list[str]
 ) -> list[Found]:
-    """Return the plans of all problems together. A problem without a plan is left out. If its plan cannot be built, the
-    reason is added to `unbuilt`.
-
-    Raises:
-        InfeasibleError: no problem has a plan.
-    """
     found, error = list[Found](), None
     for problem in problems:
         try:
@@ -212,9 +205,6 @@ class SaturatedJudge(Judge):
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
 
     def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Found:
-        """Return the best plan whose latency at a quantile of lengths keeps the bound. The plan's estimate states that
-        latency.
-        """
         problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)
@@ -266,7 +256,6 @@ class ArrivalsJudge(Judge):
 
     @cached_property
     def _reestimated(self) -> PlanDraft:
-        """The running plan with the observed lengths as its workload."""
         plan, lengths = self.plan, self.situation.lengths
         found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
         observed = plan.but(workload=lengths)
@@ -324,7 +313,6 @@ class ArrivalsJudge(Judge):
 
 
 def _ruled_alike(found: PlanDraft, running: PlanDraft, profile: Profile) -> PlanDraft:
-    """Return a candidate with the running plan's tuned settings and order of admission."""
     policy, order = found.policy, running.admission.order
     names = policy.tuned if policy.kind == running.policy.kind else ()
     more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
@@ -335,7 +323,6 @@ def _ruled_alike(found: PlanDraft, running: PlanDraft, profile: Profile) -> Plan
 
 
 def _admission(plan: PlanDraft, best: PlanDraft) -> Admission:
-    """Return the running plan's admission settings with the best plan's largest number of running requests."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
     return plan.admission.but(max_running=best.admission.max_running, order=order)
 

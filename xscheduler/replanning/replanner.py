@@ -59,8 +59,6 @@ class Replanned:
     Attributes:
         judged: the running plan. If a server was observed, it is the plan that the server runs now.
         observation: the observed lengths.
-        decision: the change of plan, with its gain and its cost.
-        plan: the plan to run next.
     """
 
     judged: Plan
@@ -214,7 +212,6 @@ class BackgroundPlanner:
             self._process.stdin.flush()
 
     def _report_end(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until a process ends, and log its end unless `stop` has ended the process."""
         status = process.wait()
         if self._process is process:
             ended = f"signal {-status}" if status < 0 else f"exit code {status}"
@@ -238,7 +235,6 @@ class BackgroundPlanner:
         return await asyncio.to_thread(_proposal, answer)
 
     async def _answer(self, plan: Plan, observation: Observation) -> dict[str, Any]:
-        """Return the process's answer. Raises TimeoutError if it takes too long."""
         begin_s = used_s = self._used_s()
         moved_s = time.monotonic()
         asking = asyncio.create_task(asyncio.to_thread(self._ask, plan, observation))
@@ -255,7 +251,6 @@ class BackgroundPlanner:
             asking.cancel()
 
     def _used_s(self) -> float:
-        """Return the process's CPU time in seconds or, on systems that do not report it, the current time."""
         if self._process is None:
             return 0.0
         try:
@@ -268,7 +263,6 @@ class BackgroundPlanner:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """End the process. A pending question fails."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -303,9 +297,7 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 
 
 def main() -> None:
-    """Read a profile from the input, then answer questions until the input ends. A question is a plan and an
-    observation. Each message is one line of JSON.
-    """
+    """A question is a plan and an observation. Each message is one line of JSON."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
     import_module("xscheduler.replanning.decide")  # load the modules that `propose` needs before the first question

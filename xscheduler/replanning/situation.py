@@ -30,9 +30,7 @@ class Situation:
         profile: the measured profile, to which the plan's slowdown is not applied.
         lengths: the observed lengths, cut to the model's context.
         weight: number of requests from which the lengths were observed.
-        arrival_rate_per_s: observed arrival rate, or None if not known.
         reuse: observed prefix reuse. None means the plan's expected reuse.
-        goodput: share of requests that kept their bounds, or None if not known.
         unbuilt: reasons why candidates could not be built. Every judgement of the situation adds to them.
     """
 
@@ -52,11 +50,6 @@ class Situation:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, observation: Observation, slowdown: float | None = None) -> Situation:
-        """Return a plan's situation.
-
-        Args:
-            slowdown: ratio of step times to the profile's step times. None means the plan's slowdown.
-        """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
         reuse = observation.reuse if plan.replicas == 1 else None
@@ -64,7 +57,6 @@ class Situation:
         return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
     def under(self, latency_bound_s: float) -> Situation:
-        """Return the same situation under another latency bound."""
         constraint = self.plan.constraint.but(latency_bound_s=latency_bound_s)
         return replace(self, plan=self.plan.but(constraint=constraint))
 
@@ -72,10 +64,6 @@ class Situation:
         """Return the planning problem on the server's devices. Its best plan may take over.
 
         The number of replicas is fixed if replicas are on several machines or share experts.
-
-        Args:
-            in_place: whether to keep the running plan's stages and micro-batches. Replicas with a single device always
-                keep them.
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
@@ -89,7 +77,6 @@ class Situation:
         )
 
     def problems(self, *, in_place: bool) -> list[Problem]:
-        """Return `problem` for each division of memory between running requests and cached blocks."""
         problem, reuse = self.problem(in_place=in_place), self.reuse
         if reuse is None:
             return [problem]
@@ -103,7 +90,6 @@ class Situation:
         return problems
 
     def quantile(self, deviations: float) -> float:
-        """Return the plan's quantile, raised by a number of standard deviations of the observed quantile."""
         q = self.plan.constraint.quantile
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
 
@@ -122,7 +108,6 @@ def with_reuse(plan: PlanDraft, reuse: ObservedReuse | None) -> PlanDraft:
 
 
 def at_pace(plan: PlanDraft, slowdown: float | None) -> PlanDraft:
-    """Return the plan with `slowdown` as its ratio of step times to the profile's. None changes nothing."""
     if slowdown is None:
         return plan
     return plan.but(profile=plan.profile.but(slowdown=slowdown))
@@ -146,7 +131,6 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Return the output lengths. An allowed length that no request reached is cut to fit with the longest input."""
     output = workload.output
     room = max_context - workload.input.lengths[-1]
     if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
@@ -164,9 +148,6 @@ def reestimate(
 
     Requests are assumed to be always waiting (saturation). Such a number is, for example, that of the prompt tokens in
     a phase of rra.
-
-    Args:
-        ratio: factor by which the closed form's latency is multiplied.
     """
     lengths = Lengths(workload, reused_by(plan, workload))
     lanes = lanes_of(plan, profile)

@@ -49,12 +49,8 @@ class SearchResult:
     """The result of a search of one policy's spaces.
 
     Attributes:
-        space: the space of the best point. None means that no point is allowed.
-        settings: the best point that fits in memory and keeps the constraint. None means that no point is allowed.
         values: the best point's predictions, by name.
-        evaluations: number of points that were predicted.
         most: no point of the spaces has a higher throughput. None means that nothing is proven.
-        bound: a description of `most`.
         method: the method that found the point. It differs from the requested method if that method's bounds were not
             valid.
     """
@@ -87,14 +83,11 @@ class _Block:
 
 
 def _size(box: Box) -> int:
-    """Return the number of points of a box."""
     return prod(last - first + 1 for first, last in zip(box[0], box[1], strict=True))
 
 
 class _Open:
-    """A space and its open boxes. The corners of an open box have been predicted, and the box may contain a better
-    point.
-    """
+    """The corners of an open box have been predicted, and the box may contain a better point."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -135,7 +128,6 @@ class _Open:
         return columns
 
     def _parts(self, box: Box) -> list[Box]:
-        """Cut a box along every axis, on a logarithmic scale."""
         low, high, branch = box
         ranges = [self._cut(i, lo, hi) for i, (lo, hi) in enumerate(zip(low, high, strict=True))]
         return [
@@ -152,17 +144,12 @@ class _Open:
         return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
-        """Return a list with the box, without the part that does not fit in memory. The list is empty if no point
-        fits.
-        """
         inside = self.space.within_memory(low, high)
         return [] if inside is None else [(*inside, branch)]
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the indices from `low` to `high` into at most `parts` parts whose values span about equal ratios. Return each
-    part's first and last index.
-    """
+    """Return each part's first and last index."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
@@ -201,9 +188,6 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, most, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict all points of small boxes and the corners of larger boxes. A larger box stays open if one of its
-        points may beat the best point.
-        """
         if ends_of(parent.space)[1] is not None:
             self._sweep(parent, [box for box in boxes if _size(box) <= SMALL])
             boxes = [box for box in boxes if _size(box) > SMALL]
@@ -211,7 +195,6 @@ class _Search:
             self._bound(parent, boxes)
 
     def _sweep(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict all points of boxes, and update the incumbent."""
         space = parent.space
         ranges = [[range(lo, hi + 1) for lo, hi in zip(low, high, strict=True)] for low, high, _ in boxes]
         points = [(point, box[2]) for box, inside in zip(boxes, ranges, strict=True) for point in product(*inside)]
@@ -226,9 +209,7 @@ class _Search:
             self._keep_best(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Predict the fractional batch sizes that points represent. Leave out points that cannot beat the best point or
-        whose smallest batch breaks the constraint.
-        """
+        """Leave out points that cannot beat the best point or whose smallest batch breaks the constraint."""
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + TOLERANCES.throughput), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
         if len(chosen):
@@ -253,9 +234,6 @@ class _Search:
             self.best = SearchResult(space, settings, parts.at(index), 0, None, "")
 
     def _bound(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the corners of boxes in one call, update the incumbent, and add the boxes that may beat it to the
-        open ones.
-        """
         corners = [parent.corners(box) for box in boxes]
         points = [(point, box[2]) for box, chosen in zip(boxes, corners, strict=True) for point in chosen]
         order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # neighbouring boxes share corners
@@ -312,9 +290,6 @@ class _Search:
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Return the best allowed point of all spaces, with its gap to the highest bound of the blocks that were not
-    divided.
-    """
     return _Search(spaces).run()
 
 
@@ -322,7 +297,6 @@ class UpperBound(NamedTuple):
     """An upper bound on the throughput of all allowed points of some spaces.
 
     Attributes:
-        throughput: requests a second, all replicas together.
         best: the best allowed point that was predicted. None means that no point exceeds `at_least`.
         predictions: number of predictions that the search made.
     """

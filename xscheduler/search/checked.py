@@ -52,7 +52,6 @@ EVERY_POINT = "every point was predicted"
 
 
 def exhaustive(spaces: Sequence[Space]) -> SearchResult:
-    """Return the best allowed point of all spaces, proven by predicting every point."""
     best, highest = SearchResult(None, None, {}, 0, 0.0, EVERY_POINT), -np.inf
     for space in spaces:
         for columns, evaluation in space.sweep():

@@ -51,9 +51,7 @@ def sample_points(
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS) -> SearchResult:
-    """Return the best of `num_trials` sampled points, without a proof. The sampler knows the bounds and the memory
-    limit as constraints.
-    """
+    """Return the best of `num_trials` sampled points, without a proof."""
     best: SearchResult | None = None
     highest = -np.inf
 

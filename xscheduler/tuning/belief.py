@@ -45,7 +45,6 @@ class MeasuredRate(NamedTuple):
     """A measured candidate.
 
     Attributes:
-        value: its value, 0 or more.
         error: relative standard deviation of the measurement.
     """
 
@@ -62,7 +61,6 @@ class Standing(NamedTuple):
         value: its measured value.
         sure: probability that no candidate exceeds it by more than the tolerance.
         most: value that no candidate exceeds, with probability `SURE`.
-        next: the candidate whose measurement is expected to gain most, or None if all were measured.
         gain: that gain, as a share of `value`.
     """
 
@@ -75,7 +73,6 @@ class Standing(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is certain that no candidate exceeds the best one by more than the tolerance."""
         return self.best is not None and (self.sure >= SURE or self.next is None)
 
     @property
@@ -105,7 +102,6 @@ class Belief:
     seed: int = 0
 
     def measure(self, found: MeasuredRate) -> Belief:
-        """Return the belief after a measurement."""
         return replace(self, measured=(*self.measured, found))
 
     def exclude(self, candidates: Iterable[int]) -> Belief:

@@ -63,7 +63,6 @@ class Prior(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Prior:
-        """Return the prior for a profile, by how far predictions from such profiles were off."""
         if "calibration" in profile.provenance:
             return cls(0.06, 0.05, 0.005, 0.003)
         if profile.source == "measured":
@@ -98,9 +97,6 @@ class EngineModel:
         prior: the spread of the parameters. None means that of the problem's profile.
         more: settings that are candidates as well, such as those that run now.
 
-    Attributes:
-        settings: settings of each candidate, with the index of its placement.
-
     Raises:
         InfeasibleError: the model fits on no placement.
     """
@@ -131,14 +127,12 @@ class EngineModel:
         self.samples: Array = norm.ppf(qmc.Sobol(dimensions, seed=seed + 1).random(SAMPLES))
 
     def belief(self) -> Belief:
-        """Return the belief before any measurement."""
         rates = np.asarray([self.rates(fit) for fit in self.fits])
         floor = 0.01 * max(float(np.median(rates.max(axis=1))), 1e-9)
         predicted = np.exp(self._between(np.log(rates + floor))) - floor
         return Belief(self.places, np.maximum(predicted, 0.0), np.zeros(SAMPLES))
 
     def informed(self, belief: Belief, load: MeasuredTimes) -> Belief:
-        """Return the belief after a load was measured, whose times say more of the parameters than its rate."""
         found = np.asarray([self.times(load.candidate, load.rate_per_s, fit) for fit in self.fits])
         at = self._between(np.log(found))
         off = (at - np.log([load.ttft_s, load.tpot_s])) / list(ERRORS.values())
@@ -195,13 +189,11 @@ class EngineModel:
         return self.prior.fits(np.zeros((1, len(Fit._fields))), self._least_step_s)[0]
 
     def nearest(self, settings: ChunkedSettings) -> int:
-        """Return the candidate whose settings are nearest."""
         values = np.asarray([[s.token_budget, s.max_batch] for _, s in self.settings], float)
         return int(np.abs(np.log(values / [settings.token_budget, settings.max_batch])).sum(axis=1).argmin())
 
     @cached_property
     def places(self) -> Array:
-        """The candidates as places, for `Belief`."""
         return np.asarray(
             [
                 [

@@ -10,12 +10,7 @@ from xsimulator.fitted import Fit
 
 
 class Tuner:
-    """The state of a search: a model of the engine and what is believed of its settings.
-
-    Attributes:
-        model: the engine's settings with their predictions.
-        belief: what is believed after all measurements.
-    """
+    """The state of a search: a model of the engine and what is believed of its settings."""
 
     def __init__(self, model: EngineModel, seed: int = 0) -> None:
         self.model = model
@@ -23,14 +18,12 @@ class Tuner:
         self.belief: Belief = replace(model.belief(), seed=seed)
 
     def tell(self, found: MeasuredRate, *loads: MeasuredTimes | None) -> None:
-        """Add a measured rate, and the loads at which times were measured with the same settings."""
         for load in loads:
             if load is not None:
                 self.tell_times(load)
         self.belief = self.belief.measure(found)
 
     def tell_times(self, load: MeasuredTimes) -> None:
-        """Add the times that were measured at a load."""
         self.belief = self.model.informed(self.belief, load)
 
     def tell_failed(self, candidate: int, *, for_memory: bool) -> None:
@@ -51,10 +44,8 @@ class Tuner:
         self.belief = self.belief.exclude(cut)
 
     def standing(self) -> Standing:
-        """Return what is best so far, how sure that is, and what to measure next."""
         return self.belief.standing()
 
     @property
     def fit(self) -> Fit:
-        """The parameters that fit the measured loads."""
         return self.model.fitted(self.belief)
