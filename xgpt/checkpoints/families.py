@@ -96,7 +96,6 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    """Return all values of model_type that xgpt reads."""
     return {*READERS, *PLAIN, *ALIASES}
 
 
@@ -111,8 +110,5 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def given_by_default(family: str) -> dict[str, Any]:
-    """Return the values that transformers uses for fields that a config.json leaves out.
-
-    `python -m tools.make_config_defaults` takes these values from transformers' config classes.
-    """
+    """Return the values that transformers uses for fields that a config.json leaves out."""
     return _defaults().get(family, {})

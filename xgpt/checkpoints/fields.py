@@ -101,7 +101,6 @@ def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether the value of an unknown field switches the field's feature off."""
     if value is None or (isinstance(value, (list, dict, str)) and not value):
         return True
     if name.startswith(("use_", "do_", "scale_", "norm_")):

@@ -67,7 +67,6 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    """Return the model that a config.json and, if a directory is given, the directory's other files describe."""
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
@@ -149,7 +148,6 @@ def default_output(directory: Path) -> int | None:
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names, or None if there is no such token."""
     settings = _read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
@@ -165,7 +163,6 @@ def _tokenizer_end(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -225,18 +222,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """Return the dtype of the first weight file, or None if its weights have several. It is used if config.json states
-    no dtype.
-    """
+    """Return the dtype of the first weight file, or None if its weights have several."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     dtypes = {STORED_DTYPES[name] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """Return the id of the token with which a decoder starts. It is in generation_config.json or else in
-    config.json.
-    """
+    """It is in generation_config.json or else in config.json."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

@@ -13,7 +13,6 @@ from xgpt.core.schema.plan import HUB, is_hub_id
 
 
 def is_id(name: str) -> bool:
-    """Return whether a model's name has the form ORGANISATION/MODEL."""
     return is_hub_id(name) and not name.endswith((".yaml", ".yml"))
 
 
@@ -70,7 +69,6 @@ def _plain(name: str) -> str:
 
 @cache
 def _by_plain_name() -> dict[str, tuple[str, str]]:
-    """Return shipped names and hub ids by what all spellings of a model's name have in common."""
     found: dict[str, tuple[str, str]] = {}
     for shipped, ids in _shipped_ids().items():
         for each in ids:
@@ -79,12 +77,10 @@ def _by_plain_name() -> dict[str, tuple[str, str]]:
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return the hub id of the model in a shipped config, or None if no id is known."""
     return next(iter(_shipped_ids().get(name, ())), None)
 
 
 def shipped_ids() -> list[str]:
-    """Return the hub ids of all models with shipped configs."""
     return [each for ids in _shipped_ids().values() for each in ids]
 
 

@@ -32,9 +32,6 @@ PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "bac
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the format in which weights are stored, or None if they are stored in the model's dtype.
 
-    Args:
-        side: content of hf_quant_config.json, or None.
-
     Raises:
         InputError: the quantisation method is not known.
     """
@@ -114,8 +111,7 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantisation of a checkpoint whose parts have different formats: the main format (that of the experts
-    or else of the dense blocks), the parts with 8-bit weights, and the parts in the model's dtype. Return None if a
-    format is not known.
+    or else of the dense blocks), the parts with 8-bit weights, and the parts in the model's dtype.
     """
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
@@ -149,7 +145,6 @@ def _names(given: Mapping[str, Any], field: str) -> Iterable[str]:
 
 
 def _matcher(patterns: Iterable[str]) -> Any:
-    """Return a predicate for names of weights: whether a name matches one of the patterns."""
     exact = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 
@@ -208,11 +203,6 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
 def common(
     config: dict[str, Any], generation: Mapping[str, Any], side: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of `ModelSpec` that are read in the same way for every family.
-
-    Args:
-        side: content of hf_quant_config.json, or None.
-    """
     eos = (generation or config).get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],

@@ -138,7 +138,6 @@ def _phi3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that are read in the same way for Gemma 2 and Gemma 3."""
     config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
         raise InputError("config.json: use_bidirectional_attention", bidirectional, "only False is supported")

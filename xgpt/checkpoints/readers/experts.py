@@ -142,11 +142,7 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with two numbers added: of expert groups, and of groups chosen for a token.
-
-    Raises:
-        InputError: a group has only one expert. Groups are ranked by the sum of their two best experts.
-    """
+    """Return the fields with two numbers added: of expert groups, and of groups chosen for a token."""
     groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
     experts = fields["experts"] | groups
     if experts["number"] < 2 * experts["num_groups"]:

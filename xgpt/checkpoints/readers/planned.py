@@ -30,10 +30,6 @@ WITHOUT_EFFECT = frozenset[str](TABLES["without_effect"])
 def planned(family: str, config: Config, defaults: Config) -> Config:
     """Return the fields of `ModelSpec` for a family in `PLAIN`.
 
-    Args:
-        config: content of config.json.
-        defaults: values for fields that config.json leaves out.
-
     Raises:
         InputError: a size has an unknown value, or config.json has a size that xgpt does not use.
         KeyError: a size is missing.
@@ -319,9 +315,6 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
 
 
 def _searched_width(config: Config, block: Config) -> int:
-    """Return the width of a feed-forward block in a model from an architecture search, or 0 if the layer has no such
-    block.
-    """
     if block.get("no_op") or block.get("replace_with_linear"):
         return 0
     if (size := block.get("intermediate_size")) is not None:
@@ -375,7 +368,6 @@ def _experts(family: str, config: Config) -> Experts | None:
 
 
 def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
-    """Return whether a layer has experts."""
     if (kinds := config.get("mlp_layer_types")) is not None:
         return kinds[layer] != "dense"
     if (layers := config.get("moe_layers")) is not None:
@@ -409,7 +401,6 @@ class ReadFields(dict[str, Any]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, or `default`."""
         self._read.add(name)
         return super().get(name, default)
 

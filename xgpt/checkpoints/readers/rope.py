@@ -99,7 +99,6 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
 
 
 def _kind(found: dict[str, Any], kinds: tuple[str, ...]) -> str | None:
-    """Return the kind of rotary embeddings, or None if the family does not support it or one of its settings."""
     kind = found.get("rope_type", found.get("type", "default"))
     if "longrope" in kinds and kind in ("su", "yarn"):
         kind = "longrope"  # earlier names in Phi-3
