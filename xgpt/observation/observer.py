@@ -90,15 +90,12 @@ class MeasuredPace:
         """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Return whether to compare the step that has just ended with its prediction. The choice does not follow a
-        policy's cycle, so all kinds of steps are compared equally often.
-        """
+        """The choice does not follow a policy's cycle, so all kinds of steps are compared equally often."""
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)
         return self._num_steps * _GOLDEN % 1 < max(COMPARED_SHARE, self._step_s / COMPARED_EVERY_S)
 
     def note(self, end_s: float, measured_s: float, predicted_s: float) -> None:
-        """Add a step with its end on the caller's clock, its measured time, and its predicted time."""
         if not self._num_compared:
             self._first_s = self._last_s = self._stretch_s = end_s
         keep = max(1 - 1 / PACE_MEMORY_STEPS, exp(-max(0.0, end_s - self._last_s) / PACE_MEMORY_S))
@@ -130,9 +127,7 @@ class MeasuredPace:
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio. It is computed from the ratios of several periods, and is 0 if there are
-        too few.
-        """
+        """Lower confidence limit of the ratio."""
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
@@ -150,7 +145,6 @@ class Snapshot(NamedTuple):
         requests: at least one request. Their token counts continue to grow.
         common: requests with the keys of their K/V blocks. Equal keys mean a shared prefix.
         step_ratio, slowdown, goodput: see `Observation`.
-        is_missed: whether the goodput is significantly below the plan's required share.
     """
 
     requests: list[Seen]
@@ -162,12 +156,10 @@ class Snapshot(NamedTuple):
     is_missed: bool = False
 
     def observation(self) -> Observation | None:
-        """Return the observation of all requests, or None if no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Return the observation of a sample of the requests."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
         reuse = observed_reuse(self.common, self.plan.block_size)
         return found.but(reuse=reuse, goodput=self.goodput)
@@ -178,11 +170,7 @@ class Observer:
     goodput.
 
     Attributes:
-        plan: the running plan.
-        window: the latest requests.
-        reuse: the K/V blocks that the latest requests share.
         pace: ratio of measured step times to the plan's predictions.
-        goodput: share of the latest requests that kept their bounds: their own ones or else the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -226,7 +214,6 @@ class Observer:
         return ratio * self.plan.profile.slowdown if ratio and is_known else None
 
     def end(self, seen: Seen) -> None:
-        """Mark a request of the window as finished."""
         seen.has_ended = True
         self._num_ended += 1
 
@@ -245,7 +232,6 @@ class Observer:
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Return the current requests and pace, or None if no request has arrived."""
         self.window.forget_before(self._since_s)
         if self._judged_common:
             self.reuse.forget_before(self._judged_common[0])
@@ -301,19 +287,12 @@ class Observer:
         return found
 
     def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
-        """Return whether the arrival rate is clearly above the plan's highest rate and above the rate in the last
-        observation.
-        """
         if rate_per_s is None or not plan.constraint.maximises_arrivals:
             return False
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests since prefix reuse changed, or None if it has not changed significantly since the last
-        observation.
-
-        A share that was computed from few requests is computed again once there are twice as many.
-        """
+        """A share that was computed from few requests is computed again once there are twice as many."""
         since = changed(common, self._judged_share)
         if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):
             since = common
@@ -324,7 +303,6 @@ class Observer:
         return self._judged_common
 
     def go_over_to(self, plan: Plan) -> None:
-        """Compare with another plan from now on."""
         self.reuse.go_over_to(plan)
         self.goodput, self._has_judged_missed = Goodput(), False
         self.pace.predict_longer(plan.profile.slowdown / self.plan.profile.slowdown)

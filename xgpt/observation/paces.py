@@ -51,10 +51,6 @@ def usual(device: str, engine: str | None) -> tuple[float, float]:
 
     The next pace is in this range with a probability of about nine tenths. If too few loads were recorded, the range is
     that of idle virtual machines (`PACES_AT_REST`).
-
-    Args:
-        device: name of the device's kind, as in a cluster.
-        engine: name of the engine, as in a profile.
     """
     paces = [entry["pace"] for entry in _recent(_path(device, engine))]
     if len(paces) < ENOUGH:
@@ -70,7 +66,6 @@ def _path(device: str, engine: str | None) -> Path:
 
 
 def _recent(path: Path) -> list[dict[str, float]]:
-    """Return a file's entries of the last 30 days. Lines that cannot be read are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -40,7 +40,6 @@ class Common:
     """A request and the keys of its K/V blocks.
 
     Attributes:
-        keys: keys of the prompt's blocks.
         left: keys of the blocks after the prompt's. These blocks stay in the cache when the request ends.
         found: number of prompt tokens that were found in the cache. None means that prefill has not begun.
         is_warm: whether earlier requests had filled the cache when prefill began.
@@ -54,11 +53,7 @@ class Common:
 
 
 class ReuseWindow:
-    """The latest requests of an engine, and the keys of their K/V blocks.
-
-    Args:
-        plan: the running plan, which determines the size of the cache.
-    """
+    """The latest requests of an engine, and the keys of their K/V blocks."""
 
     def __init__(self, plan: Plan) -> None:
         self.block_size = plan.block_size
@@ -67,12 +62,10 @@ class ReuseWindow:
         self.go_over_to(plan)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Use the cache size of another plan from now on."""
         reuse = plan.estimate.reuse
         self._capacity = most_kept(plan) if reuse is None else reuse.kept_blocks
 
     def note(self, record: StepRecord) -> None:
-        """Add the requests and blocks in a step's record."""
         for arrival in record.arrivals:
             if arrival.id not in self._requests:
                 request = Common(arrival.input_length, _numbers(arrival.chain), np.empty(0, np.int64))
@@ -103,7 +96,6 @@ class ReuseWindow:
                 self._num_keys -= len(gone.keys) + len(gone.left)
 
     def requests(self) -> list[Common]:
-        """Return the requests whose prefill has begun."""
         return [request for request in self._requests.values() if request.found is not None]
 
 
@@ -115,7 +107,6 @@ def most_kept(plan: Plan) -> int:
 
 
 def _numbers(chain: Chain) -> Ints:
-    """Return the first eight bytes of each key as a number."""
     if not chain:
         return np.empty(0, np.int64)
     return np.frombuffer(b"".join(key[:8].ljust(8) for key in chain), dtype=np.int64)
@@ -165,9 +156,6 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
 
 
 def summary_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
-    """Summarise a reuse curve from request `begin` onward, together with `share`: the observed share of prompt tokens
-    that were in the cache.
-    """
     sizes = [float(size) for size in curve.sizes(SIZES)]
     return ObservedReuse(
         share=share,

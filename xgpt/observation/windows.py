@@ -61,7 +61,6 @@ class Seen:
 
     Attributes:
         max_output: largest number of output tokens, set by the client.
-        generated: number of output tokens so far.
         has_ended: whether the output is complete. It stays False for a cancelled request: its full output length is
             unknown, but is at least `generated`.
     """
@@ -85,7 +84,6 @@ class LengthWindow:
         return len(self._seen)
 
     def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
-        """Add a request, and return an object in which the caller counts the request's tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
         self._arrivals_s.append(arrival_s)
@@ -104,7 +102,6 @@ class LengthWindow:
         return sum(arrival_s >= since_s for arrival_s in self._arrivals_s) / (now_s - since_s)
 
     def forget_before(self, arrival_s: float) -> None:
-        """Drop requests that arrived before a time."""
         while self._seen and self._seen[0].arrival_s < arrival_s:
             self._seen.popleft()
 
@@ -115,12 +112,7 @@ class LengthWindow:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Requests of the window as columns. Later requests have more weight.
-
-    Attributes:
-        outputs: number of output tokens so far.
-        longest: largest number of output tokens, set by the client.
-    """
+    """Requests of the window as columns. Later requests have more weight."""
 
     arrival_s: Array
     inputs: npt.NDArray[np.int_]
@@ -131,10 +123,8 @@ class Sample:
 
     @classmethod
     def of(cls, requests: Sequence[Seen]) -> Sample:
-        """Return the sample of requests, at least one.
-
-        This may run while another thread counts tokens, so `has_ended` is read first. Otherwise a request could count
-        as finished with fewer tokens than it generated.
+        """This may run while another thread counts tokens, so `has_ended` is read first. Otherwise a request could
+        count as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -150,7 +140,6 @@ class Sample:
         return len(self.inputs)
 
     def tail(self, last: int) -> Sample:
-        """Return the sample of the last `last` requests."""
         return Sample(*(getattr(self, field.name)[-last:] for field in fields(self)))
 
     @property
@@ -213,7 +202,6 @@ class Goodput:
         self._kept: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, *, is_kept: bool) -> None:
-        """Count a finished request."""
         self._kept.append(is_kept)
 
     @property
@@ -224,7 +212,6 @@ class Goodput:
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
-        """Return whether the share is significantly below `quantile`."""
         count, broken = len(self._kept), len(self._kept) - sum(self._kept)
         expected = (1 - quantile) * count
         return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
@@ -269,7 +256,6 @@ def _reaching(outputs: Histogram, longest: int) -> Histogram:
 
 
 def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
-    """Return for each length the probability that a length of the histogram is at most this."""
     total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
     return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
@@ -313,9 +299,6 @@ def shares_up_to(histogram: Histogram, edges: npt.ArrayLike) -> Array:
 
 
 def surprise_of_shares(counted: Array, expected: Array, size: float, planned_size: float = CERTAIN) -> float:
-    """Return the significance of the difference between counted and expected shares of the same bins, as `surprise`
-    does.
-    """
     counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums may differ from 1 by rounding
     pooled = (size * counted + planned_size * expected) / (size + planned_size)
     nats = max(0.0, size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled))
@@ -369,7 +352,6 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Return the significance of the difference in input lengths or in output lengths, whichever is higher."""
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
         score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
         # A running output that is longer than any planned output shows a change as clearly as a finished one.
@@ -381,7 +363,5 @@ class ChangeDetector:
 
 
 def _enough(sample: Sample) -> int:
-    """Return how many requests must have finished since a change before the change counts. Fewer are enough if most
-    requests have not started.
-    """
+    """Fewer are enough if most requests have not started."""
     return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED
