@@ -83,7 +83,6 @@ class Deployment(Frozen):
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """Return the stages of a lane, in order. Lanes are "encode" and "decode", or only "both"."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 
@@ -92,13 +91,10 @@ class Role:
     """One worker's part of the model, and the workers with which it exchanges data.
 
     Attributes:
-        number: number of the worker's stage.
-        part: the worker's part of the model.
         receives_from: the worker that sends it hidden states, or None in a lane's first stage.
         sends_to: the workers that receive its hidden states.
         last: the first worker of the lane's last stage. It sends the encoder's output to `encoder_output_to`.
         encoder_output_to: all workers of the lane's other stages. Empty if the decoder runs in another lane.
-        forwards_to: the workers that get control messages from this worker.
         reports: whether this worker reports ended steps to the engine.
     """
 

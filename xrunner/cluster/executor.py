@@ -30,8 +30,6 @@ CHECK_MS = 100
 
 @dataclass(slots=True)
 class _Pending:
-    """Requests that a lane's next message will release and begin."""
-
     release: list[int]
     begin: list[m.Beginning]
 
@@ -146,7 +144,6 @@ class RemoteExecutor:
         ]
 
     def close(self) -> None:
-        """End the workers."""
         self.disconnect()
         self._workers.close()
 
@@ -160,7 +157,6 @@ class RemoteExecutor:
             self._wakeup = None
 
     def accept(self, generation: Generation) -> None:
-        """Check that a message can contain this request."""
         m.encode(m.Beginning(generation))
 
     def prepare(self, grammar: str) -> object:
@@ -228,7 +224,6 @@ class RemoteExecutor:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """Make the encode lane send the K/V that the decode lane lacks."""
         begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]
@@ -261,7 +256,6 @@ class RemoteExecutor:
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
-        """Remove and return the requests that the lane's next message releases and begins."""
         pending = self._pending[lane]
         taken = pending.release, pending.begin if begin else []
         pending.release = []

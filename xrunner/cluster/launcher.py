@@ -41,7 +41,7 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """Carry out orders until standard input closes. `rest` is the input that was read with the settings."""
+        """`rest` is the input that was read with the settings."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
@@ -73,7 +73,6 @@ class Launcher:
         wires.keep(None)
 
     def _run_worker(self, worker: int, local: int, order: StartWorkers, wires: WorkerWires) -> NoReturn:
-        """Run a worker in this process, which has just been forked."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -88,7 +87,6 @@ class Launcher:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Report each worker that has ended unexpectedly."""
         while self._workers:
             process, _ = os.waitpid(-1, os.WNOHANG)
             if not process:

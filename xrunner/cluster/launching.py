@@ -31,7 +31,6 @@ class LauncherSettings(msgspec.Struct, frozen=True):
     """The settings of a launcher: the first line of its input.
 
     Attributes:
-        engine: endpoint of the engine's process, to which workers connect.
         secret: private key that the engine's process and all workers share.
         host: address of the interface to which the workers' sockets bind.
         first_device: index of the replica's first device among the machine's devices.
@@ -49,9 +48,6 @@ class StartWorkers(msgspec.Struct, frozen=True):
     Attributes:
         epoch: number that increases whenever the workers are replaced. Only workers of the same epoch connect to each
             other.
-        first: number of this machine's first worker.
-        count: number of workers on this machine.
-        total: number of workers on all machines.
     """
 
     epoch: int
@@ -61,8 +57,6 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A launcher's report that a worker has ended unexpectedly."""
-
     epoch: int
     worker: int
 
@@ -156,7 +150,6 @@ class LauncherProcess:
         self._write(settings)
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when `exited` can return something new."""
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:
@@ -179,7 +172,6 @@ class LauncherProcess:
         return [what for what in heard if isinstance(what, Exited)]
 
     def is_at_work(self) -> bool:
-        """Return whether the launcher runs or waits for a processor, for example while it imports modules."""
         return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:

@@ -99,14 +99,12 @@ class WorkerLink:
             rest = rest[count:]
 
     def tell(self) -> None:
-        """Send the sign that `await_sign` waits for."""
         try:
             self._end.send(b".")
         except OSError:
             raise self._gone() from None
 
     def await_sign(self) -> None:
-        """Wait until the other worker has called `tell` once more."""
         if not self._end.recv(1):
             raise self._gone()
 
@@ -146,11 +144,9 @@ class SharedMemory:
         return _attached, (DupFd(self._file), self._size)
 
     def tensor(self) -> Tensor:
-        """Return all bytes."""
         return torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the file. Tensors remain."""
         os.close(self._file)
 
 
@@ -164,7 +160,6 @@ class WorkerWires:
 
     Attributes:
         ends: for each other worker of the machine, the streams to it.
-        first: number of the machine's first worker.
     """
 
     worker: int
@@ -175,7 +170,7 @@ class WorkerWires:
 
 
 class Wires:
-    """The streams and the shared memory of a machine's workers. The process that starts the workers makes them."""
+    """The streams and the shared memory of a machine's workers."""
 
     def __init__(self, first: int, count: int) -> None:
         self._memory = SharedMemory(2 * count * SLOT_BYTES)
@@ -232,9 +227,7 @@ class LinkGroup:
         return gathered
 
     def _pieces(self, flat: Tensor) -> Iterable[tuple[int, Sequence[Tensor]]]:
-        """Yield the parts of `flat`, one after the other: where each begins, and every rank's values. They are valid
-        until the next part.
-        """
+        """They are valid until the next part."""
         if self._slots is None:
             yield 0, self._sent_around(flat)
             return
@@ -265,15 +258,12 @@ class LinkGroup:
 
 @dataclass
 class Links:
-    """One worker's links to all others."""
-
     worker: int
     _links: dict[int, list[WorkerLink]] = field(default_factory=dict)
     _slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_machine(cls, wires: WorkerWires) -> Links:
-        """Return the links to the other workers of this machine."""
         links = cls(wires.worker)
         for other, ends in wires.ends.items():
             links.add(other, ends)
@@ -283,7 +273,6 @@ class Links:
         return links
 
     def add(self, worker: int, ends: Sequence[socket.socket]) -> None:
-        """Add the streams to a worker."""
         self._links[worker] = [WorkerLink(end, worker) for end in ends]
 
     def close(self) -> None:

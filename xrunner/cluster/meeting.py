@@ -31,8 +31,6 @@ _CALL = struct.Struct(">QIIB")
 
 @dataclass
 class _Stranger:
-    """A connection that has not proved yet that it is a peer."""
-
     nonce: bytes
     until_s: float
     read: bytes = b""
@@ -43,7 +41,6 @@ class Meeting:
     """One worker's place in the meeting.
 
     Args:
-        secret: the key that all workers of the replica share.
         host: address of the interface on which to listen.
     """
 
@@ -84,7 +81,6 @@ class Meeting:
         return hmac.digest(self.secret, b"".join(parts), "sha256")
 
     def _call(self, worker: int, address: str, stream: int, until_s: float) -> socket.socket:
-        """Return a stream to a worker whose number is lower."""
         call, nonce = _CALL.pack(self.epoch, self.worker, worker, stream), secrets.token_bytes(_NONCE)
         while time.monotonic() < until_s:
             with contextlib.suppress(OSError):
@@ -99,7 +95,6 @@ class Meeting:
         raise MachineError(f"worker {worker} at {address} has not answered within {MEET_S:.0f} s")
 
     def _await_calls(self, until_s: float) -> None:
-        """Answer the calls of workers whose numbers are higher."""
         pending: dict[socket.socket, _Stranger] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -130,7 +125,6 @@ class Meeting:
             end.close()
 
     def _goes_on(self, end: socket.socket, state: _Stranger) -> bool:
-        """Read more of a proof. Return False if the connection is refused or has become a stream."""
         size = _CALL.size + _NONCE + _MAC
         try:
             read = end.recv(size - len(state.read))

@@ -38,14 +38,10 @@ class Prepare(_Message):
 
 
 class Forget(_Message):
-    """Release the grammar of the `Prepare` with this number."""
-
     number: int
 
 
 class Beginning(_Message):
-    """A request that is new to this lane, and its blocks there."""
-
     generation: Generation
     blocks: Sequence[int] = ()
     cached: int = 0
@@ -60,7 +56,6 @@ class Work(_Message):
     """Release and begin requests. Then execute a step (`policies.Step`).
 
     Attributes:
-        tokens: last generated token of each decoding request.
         grown: pairs of a request and a block to add to its table.
         encoder_ran: whether the encoder's layers have already run, after a `RunEncoder`.
     """
@@ -148,8 +143,6 @@ class Loaded(_Message):
 
 
 class Prepared(_Message):
-    """A worker has compiled a grammar. With an `error`, it cannot compile the grammar."""
-
     number: int
     worker: int
     error: str = ""
@@ -176,14 +169,10 @@ class Done(_Message):
 
 
 class EncoderRan(_Message):
-    """The last stage has run a step's prompts through the encoder's layers."""
-
     number: int
 
 
 class Moved(_Message):
-    """A worker of the decode lane has received its part of a transfer."""
-
     number: int
     worker: int
 

@@ -49,8 +49,6 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
 
     Args:
         address: address of the cluster. `auto` means the cluster to which this machine belongs.
-        count: number of different machines.
-        devices: number of devices on each machine.
 
     Raises:
         InputError: no Ray cluster is at that address.
@@ -69,7 +67,6 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
 
 
 def _free(group: PlacementGroup) -> None:
-    """Free the reserved devices, unless the cluster no longer exists."""
     with suppress(RayError):
         remove_placement_group(group)
 
@@ -91,7 +88,6 @@ def host() -> str:
 
 
 def _connect(address: str) -> None:
-    """Join the Ray cluster as a driver, once."""
     with _connecting:
         if ray.is_initialized():
             return
@@ -152,7 +148,6 @@ class RayLauncher:
         self._place()
 
     def _place(self) -> None:
-        """Make Ray start the actor, and send it the last order."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
         """Unanswered calls to the actor. Empty if the actor died before it had started."""

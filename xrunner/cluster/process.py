@@ -36,16 +36,6 @@ ALIVE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """A worker's settings.
-
-    Attributes:
-        launcher: the settings of the machine's launcher.
-        worker: number of the worker.
-        local: index of the worker on its machine.
-        started: the order that started the worker.
-        wires: its links to the other workers of its machine.
-    """
-
     launcher: LauncherSettings
     worker: int
     local: int
@@ -87,9 +77,7 @@ class ControlPlane(threading.Thread):
     running.
 
     Args:
-        compiling: the queue of `Compiling`.
         move: begins a transfer, without waiting for steps that were queued earlier.
-        address: where workers of other machines meet this one.
     """
 
     def __init__(
@@ -275,7 +263,6 @@ class Executing:
         self._traffic.busy_s = 0.0  # so far, only waiting was counted
 
     def _connected(self, addresses: list[str]) -> Links:
-        """Return the links to all other workers, once those of other machines have met this one."""
         wires = self._settings.wires
         links = Links.of_machine(wires)
         if self._meeting is not None:
@@ -286,7 +273,6 @@ class Executing:
         return links
 
     def _fabric(self, links: Links, device: str) -> Fabric:
-        """Return NCCL if each worker of this machine has a GPU, or else the links."""
         gpus = torch.cuda.device_count() if device == "cuda" and torch.cuda.is_available() else 0
         if gpus < self._settings.started.count:
             return links
@@ -297,7 +283,6 @@ class Executing:
         return self._nccl
 
     def _clear(self) -> None:
-        """Free the memory of the previous deployment."""
         if self._mover is not None:
             self._mover.stop()
             self._mover.join()
@@ -313,7 +298,6 @@ class Executing:
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
     def _run_encoder(self, read: m.RunEncoder) -> None:
-        """Run a step's first pass through the pipeline, which computes the encoder's layers."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
         encode = tuple(Chunk(*chunk) for chunk in read.encode)
@@ -336,7 +320,6 @@ class Executing:
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
-        """Release and begin these requests. Return the worker."""
         worker = self._worker
         assert worker is not None
         worker.release(release)
@@ -345,7 +328,7 @@ class Executing:
         return worker
 
     def prepare(self, grammar: str) -> object:
-        """Compile a grammar for this worker's current part of the model. Any thread may call this."""
+        """Any thread may call this."""
         worker = self._worker
         return None if worker is None else worker.prepare(grammar)
 
@@ -362,9 +345,6 @@ class Executing:
         self._mover.move(Move(transfer.number, requests))
 
     def _transfer(self, transfer: m.Transfer) -> None:
-        """Release requests, and adopt those of a transfer (decode lane). The transfer itself continues in its
-        thread.
-        """
         worker = self._worker
         assert worker is not None
         worker.release(transfer.release)

@@ -47,11 +47,7 @@ class Secret:
 
 
 class Sockets:
-    """Opens sockets with the same secret, and closes them. Only one thread may use it.
-
-    Args:
-        host: address of the interface to which `bind` binds.
-    """
+    """Opens sockets with the same secret, and closes them. Only one thread may use it."""
 
     def __init__(self, secret: Secret, host: str) -> None:
         self._context = zmq.Context()

@@ -26,11 +26,7 @@ ANSWER_S = 30.0
 
 @dataclass
 class EpochKeys:
-    """The store in the engine's process: the keys of one epoch, and the workers that wait for keys.
-
-    Args:
-        answer: sends an answer to a caller, given by its identity.
-    """
+    """The store in the engine's process: the keys of one epoch, and the workers that wait for keys."""
 
     answer: Callable[[bytes, m.StoreAnswer], object]
     epoch: int = 0
@@ -38,7 +34,7 @@ class EpochKeys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch. Processes of older epochs have ended."""
+        """Clear the store for a new epoch."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
@@ -60,7 +56,6 @@ class EpochKeys:
         self._waiting = still
 
     def _do(self, call: m.StoreCall) -> list[bytes | None]:
-        """Apply the call's verb. Return the values for its `StoreAnswer`."""
         values = self._values
         match call.verb:
             case "set":

@@ -73,8 +73,6 @@ class Fabric(Protocol):
 
 
 class Nccl:
-    """A `Fabric` between GPUs, on torch.distributed's default group."""
-
     def __init__(self, store: dist.Store, rank: int, total: int) -> None:
         self._store = store  # torch's C++ wrapper does not keep it alive
         dist.init_process_group("nccl", store=store, rank=rank, world_size=total)
@@ -189,8 +187,6 @@ def stage_group(fabric: Fabric, deployment: Deployment, worker: int, traffic: Tr
 
 
 class Move(NamedTuple):
-    """An order to transfer these requests."""
-
     number: int
     requests: list[Moving]
 
@@ -227,11 +223,9 @@ class Mover(threading.Thread):
         self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
     def move(self, order: Move) -> None:
-        """Queue a transfer. Do not wait for it."""
         self._orders.put(order)
 
     def stop(self) -> None:
-        """End the thread once all queued transfers are done."""
         self._orders.put(None)
 
     def run(self) -> None:

@@ -112,7 +112,6 @@ class Workers:
     """Starts workers, deploys a plan's parts to them, and detects when a worker is lost.
 
     Args:
-        num_workers: number of workers, one per device.
         host: address of the interface to which this machine's sockets bind.
         first_device: index of the first worker's device on this machine.
         machines: the machines on which the workers run. `close` frees them.
@@ -160,16 +159,11 @@ class Workers:
 
     @property
     def members(self) -> dict[int, WorkerStatus]:
-        """The workers that have started, by number."""
         with self._shared.changed:
             return dict(self._shared.members)
 
     def check(self) -> None:
-        """Raise an error if a worker is lost.
-
-        Raises:
-            WorkerLost: a worker is lost.
-        """
+        """Raise an error if a worker is lost."""
         if self._shared.lost is not None:
             raise WorkerLost(self._shared.lost)
 
@@ -246,7 +240,6 @@ class Workers:
         return prepared
 
     def _order(self, member: WorkerStatus, message: m.Deploy | m.Prepare) -> None:
-        """Let the watching thread send a message to a worker."""
         self._orders.put((member.sender, m.encode(message)))
         self._wakeup.wake()
 
@@ -318,7 +311,6 @@ class Workers:
             self._wakeup.close()
 
     def _start(self) -> None:
-        """Order each machine's launcher to start its workers, once in each epoch."""
         shared = self._shared
         if shared.lost is not None:
             return
@@ -354,7 +346,6 @@ class Workers:
                     member.busy_s = message.busy_s
 
     def _check_silence(self) -> None:
-        """Record the loss of a worker or launcher that has ended or been silent for too long."""
         now, shared = time.monotonic(), self._shared
         if now - self._looked_s > SILENCE_S / 4:  # this process itself was suspended, so it could receive nothing
             for member in shared.members.values():
