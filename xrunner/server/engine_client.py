@@ -196,10 +196,7 @@ class EngineClient:
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Return the estimated seconds until `num_outputs` further outputs of this account are complete.
-
-        The result is None if the engine is idle or runs no plan.
-        """
+        """The result is None if the engine is idle or runs no plan."""
         if self.watch is None or not self._streams:
             return None
         now_s, slowness = time.perf_counter(), self.watch.step_ratio or 1.0
@@ -235,7 +232,6 @@ class EngineClient:
         return stream
 
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
-        """Remove a request. If it has already ended, do nothing."""
         if self._streams.pop(stream.id, None) is not None:
             self.backlog.leave(stream.id)
             self._lasting.cancel(stream.id)

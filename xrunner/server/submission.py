@@ -32,9 +32,6 @@ class Limits:
             API key has fewer waiting outputs than its share of this number.
         answer_within_s: promised seconds from a request's submission to the engine to its last token. A request that
             would take longer, according to the plan and the recent pace, gets 429. None means no promise.
-        request_timeout_s: seconds from the arrival of a request's headers after which the request ends with 504. None
-            means no limit.
-        default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies get 413.
         all_bodies_bytes: largest number of bytes of all bodies together, from their first byte until their prompts are
             token ids. The first 64 KiB of each body do not count. An account may use half of this memory. Further
@@ -117,7 +114,6 @@ class EngineOutputs:
     """The outputs of a request: n for each of its prompts. All outputs are submitted to the engine together, or none.
 
     Attributes:
-        inbox: receives the outputs' tokens, or the reason why no more will come.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         streams: the submitted outputs by id, in the order of the answer.
     """

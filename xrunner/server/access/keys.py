@@ -38,8 +38,7 @@ class Key:
         answer_within_s: promised time from a request to its last token, as in `Limits`. None means the server's
             promise.
         ttft_s, tpot_s, whole_s: bounds for the goodput of this key's requests. `answer_within_s` replaces a missing
-            `whole_s`. If all of these are missing, the plan's bounds are used. Scheduling rules that use bounds (slack,
-            order of deadlines) also use these bounds, by account.
+            `whole_s`. If all of these are missing, the plan's bounds are used.
         of_class: the class that sets the priority and bounds of this key's requests. Empty means that a request may
             choose any class.
     """

@@ -158,9 +158,7 @@ class OutputForm:
         return f"calls: one_call (GAP? one_call)*\none_call: {begin} GAP? ({called}) {ends}\n"
 
     def _free(self, schemas: Schemas) -> str:
-        """Return the rule `answer` for text with calls in it, or "" if there is no call whose frame can be held.
-
-        Once a call of a declared function has begun, its arguments are JSON. A mark by itself does not begin a call:
+        """Once a call of a declared function has begun, its arguments are JSON. A mark by itself does not begin a call:
         models also write other text after it.
         """
         calls = self.calls

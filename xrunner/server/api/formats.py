@@ -18,8 +18,6 @@ from xrunner.server.api.tools import MAX_NAME
 
 
 class Marks(NamedTuple):
-    """The marks around a model's reasoning."""
-
     begin: str
     end: str
 
@@ -125,7 +123,6 @@ class CallFormat:
         objects: if calls may be JSON objects, the names of the member with the arguments.
         is_list: whether calls stand in brackets, with commas between them.
         short_ids: whether templates accept only ids of nine letters or digits.
-        on_channels: whether the whole output consists of messages on channels.
         special: ids of the tokens with which the format's texts are written.
         free: ids of tokens that are not text. A model may write each of them anywhere.
     """

@@ -230,7 +230,6 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def grammar(self) -> str | None:
-        """Return the grammar of the output (`xrunner.grammar`), or None if the output is free text."""
         return None
 
     @property

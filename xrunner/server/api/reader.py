@@ -40,8 +40,6 @@ RECIPIENT = re.compile(rf"to=(functions\.)?([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 
 class Said(NamedTuple):
-    """The texts that a piece of an output adds to the model's reasoning and to its answer."""
-
     reasoning: str
     text: str
 

@@ -75,8 +75,6 @@ class Chosen(msgspec.Struct, omit_defaults=True):
 
 
 class Declared(NamedTuple):
-    """A tool as the request declares it."""
-
     namespace: str | None
     tool: ResponseTool
 

@@ -200,8 +200,6 @@ def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSche
 
 
 class ResponsesWriter(BlockWriter):
-    """Writes a chat's answer in the format of OpenAI's responses."""
-
     times_scored = 5
     """At the end of a stream, a text and its log probabilities are sent four times more: alone, in a part, in an item
     and in the answer.

@@ -41,8 +41,6 @@ class TokenReport:
 
 @dataclass(slots=True)
 class Delta:
-    """The text and the calls that a token adds to a choice."""
-
     index: int
     text: str
     token: int | None
@@ -98,11 +96,7 @@ class AnswerWriter(ABC):
 
 
 class Writer(AnswerWriter):
-    """Writes completions and chats in OpenAI's format. Most bytes of a stream's chunks are the same in every chunk.
-
-    Args:
-        continuous: whether each chunk has the usage so far.
-    """
+    """Writes completions and chats in OpenAI's format. Most bytes of a stream's chunks are the same in every chunk."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]

@@ -81,7 +81,6 @@ class Outputs(EngineOutputs):
         return await self.deltas(await self.inbox.get())
 
     async def deltas(self, tokens: Sequence[Token] | ApiError) -> list[Delta]:
-        """Return what tokens add to a choice. Raises ApiError."""
         if isinstance(tokens, ApiError):
             raise tokens
         id_ = tokens[0].id
@@ -110,7 +109,6 @@ class Outputs(EngineOutputs):
             await asyncio.sleep(0)
 
     def settle(self, left: str) -> None:
-        """Record the answer's fields for the log line, and count its tokens against the key's limits."""
         log = self._info.log
         self._prompt_tokens = None
         log["prompt_tokens"] = self._num_prompt_tokens

@@ -94,8 +94,6 @@ class Turns:
 
 
 class Bodies:
-    """Reads bodies, and counts the memory of requests until they have ended."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bodies, self._requests = Budget(limits.all_bodies_bytes), Budget(limits.all_requests_bytes)

@@ -129,7 +129,6 @@ class AcceptedSocket(socket.socket):
         super().close()
 
     def drop(self) -> None:
-        """Close the connection immediately in any phase."""
         if self.protocol is not None:
             self.protocol.transport.abort()
             return
@@ -147,9 +146,6 @@ class Listener(socket.socket):
     Args:
         bound: the bound socket. This object takes it over.
         most: limit of connections. None means as many as the process can have open.
-
-    Raises:
-        MachineError: too few files may be open.
     """
 
     def __init__(self, bound: socket.socket, most: int | None = None) -> None:
@@ -174,9 +170,7 @@ class Listener(socket.socket):
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
-        """Listen with `BACKLOG`. The argument is ignored, since asyncio passes the number of connections that it
-        accepts in one iteration.
-        """
+        """The argument is ignored, since asyncio passes the number of connections that it accepts in one iteration."""
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[AcceptedSocket, Any]:

@@ -148,8 +148,6 @@ class GuardedServer(uvicorn.Server):
 
 
 class Server(GuardedServer):
-    """The endpoint's server, which lets running requests end."""
-
     def __init__(
         self,
         app: Starlette,

@@ -105,8 +105,6 @@ def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 class Service:
-    """Answers completions and chats of one model."""
-
     def __init__(self, engine: EngineClient, model: ServedModel, limits: Limits) -> None:
         self._engine = engine
         self._model = model

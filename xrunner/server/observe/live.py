@@ -47,16 +47,9 @@ class Live:
         }
 
     def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
-        """Return the decisions and failed judgements in the order in which they were made."""
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """Return the decision that re-planning would make now. Return None if re-planning is off or nothing was
-        observed.
-
-        Raises:
-            MachineError: planning failed.
-        """
         decision = await self._watch.would_decide()
         return None if decision is None else decision.model_dump(mode="json")
 

@@ -46,8 +46,6 @@ class Ended(NamedTuple):
 
 
 class Recent:
-    """The requests that ended in the last `RECENT_S` seconds."""
-
     def __init__(self) -> None:
         self._ended: deque[tuple[float, Ended]] = deque(maxlen=8192)
 
@@ -55,7 +53,6 @@ class Recent:
         self._ended.append((time.perf_counter(), request))
 
     def rate_per_s(self) -> float | None:
-        """Return how many requests end per second, or None if too few have ended."""
         seconds = self._forget()
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 else None
 
@@ -186,7 +183,6 @@ class Watch:
             self._observer.reuse.note(record)
 
     def end(self, seen: Seen, request: Ended) -> None:
-        """Note that a request's output has ended without being cut off."""
         self._observer.end(seen)
         if request.is_kept is not None:
             self._observer.goodput.note(is_kept=request.is_kept)
