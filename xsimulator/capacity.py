@@ -148,9 +148,7 @@ class Trial:
         return Stream(drawn.inputs, drawn.decoded, self._longest, arrivals_ns, self._cached, drawn.outputs)
 
     def saturated(self) -> float:
-        """Return the throughput at saturation of all replicas, in requests a second, with admission in order of
-        arrival.
-        """
+        """Return throughput at saturation of all replicas, in requests a second, with admission in order of arrival."""
         # The same requests follow once more, since an engine that runs empty serves fewer requests a second.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._drawn.inputs, self._drawn.decoded, self._longest, self._cached)
@@ -222,9 +220,7 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept. It is 0 if the bounds are broken at a tenth of saturated
-        throughput.
-        """
+        """The highest rate at which the bounds are kept. It is 0 if broken at a tenth of saturated throughput."""
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -270,9 +266,7 @@ class CapacitySearch:
 
     @cached_property
     def _saturation(self) -> float:
-        """The rate above which the queue grows without limit. Bounds that a run keeps there would be broken in a longer
-        run.
-        """
+        """The rate above which the queue grows. Bounds that a run keeps there would be broken in a longer run."""
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:

@@ -17,8 +17,7 @@ from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecor
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with its output length and with the keys of K/V blocks that requests can share. The schedule must not
-    see the output length.
+    """A request with the keys of K/V blocks that requests can share. The schedule must not see the output length.
 
     Attributes:
         output_chain: keys of the blocks after the prompt. They stay cached when the request ends.

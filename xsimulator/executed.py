@@ -68,8 +68,7 @@ class Paces(NamedTuple):
 
 
 def executed(plan: PlanDraft, log: Sequence[StepRecord], rule: Rule | None = None) -> list[Executed]:
-    """Return the steps of a log, except transfers, with their counts. If a step cannot be replayed, later steps are
-    left out.
+    """Return the steps of a log, except transfers. If a step cannot be replayed, later steps are left out.
 
     In a log of several replicas, each replica's steps are replayed separately.
     """

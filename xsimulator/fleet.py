@@ -73,8 +73,7 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: the accepting replica with the fewest outstanding requests relative to its
-    rate.
+    """Return the replica of each request: the accepting replica with the fewest outstanding relative to its rate.
 
     If no replica accepts requests, a request goes to the next replica that starts. # [requests]
     """

@@ -1,6 +1,4 @@
-"""Compute the number of API servers that an engine needs. An API server tokenises prompts and streams tokens on one
-core.
-"""
+"""Compute the number of API servers that an engine needs. An API server tokenises prompts and streams on one core."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ def request_s(engine: EngineSpec, workload: Workload) -> float:
 
 
 def served_rate(plan: PlanDraft) -> float:
-    """Return the total rate, in requests a second, of the replicas that one command of the engine starts. They share
-    the command's API servers.
-    """
+    """Return the total rate, in requests a second, of the replicas that one command starts. They share API servers."""
     capacity = plan.estimate.capacity
     rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]
     return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas

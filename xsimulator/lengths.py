@@ -168,8 +168,7 @@ def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
 
 
 def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations: int) -> float:
-    """Return the number of decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law (c is as in
-    `phases`).
+    """Return the decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law (c is as in `phases`).
 
     The paper's B_E / E[1/c] is biased, since requests that decode for longer are more often among the decoding ones.
     Source: ExeGPT sec. 6, corrected.

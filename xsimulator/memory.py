@@ -1,5 +1,5 @@
-"""Compute the number of K/V blocks that fit in memory beside a model's weights, and the number of requests for which
-they suffice.
+"""Compute the K/V blocks that fit in memory beside a model's weights, and the number of requests for which they
+suffice.
 """
 
 from __future__ import annotations
@@ -213,8 +213,7 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike, *, encodes: bool = True) -> Array:
-        """Return the number of blocks that fit in memory on every stage while a step of `step_tokens` tokens runs. #
-        [n] -> [n]
+        """Return the number of blocks that fit on every stage while a step of `step_tokens` tokens runs. # [n] -> [n]
 
         These blocks include the memory that each request needs whatever its length (see `request_blocks`).
 

@@ -50,8 +50,7 @@ INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
 
 class LoadPoints(NamedTuple):
-    """Points of the curves, with everything that does not depend on the arrival rate. # [n] or [n, groups], unless
-    stated
+    """Points of curves, with everything that does not depend on arrival rate. # [n] or [n, groups], unless stated
 
     Attributes:
         work, late_at: for each state k, the sum_{j<=k} log X(j), and the share of late requests among those that run
@@ -131,8 +130,7 @@ class LoadCurves:
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
-        """Compute the time that each bound leaves for waiting, and the share of requests that break a bound without
-        waiting.
+        """Compute the time that each bound leaves for waiting, and the share that break a bound without waiting.
 
         Args:
             beyond: seconds by which the 99th percentile of gaps exceeds the mean gap. # [curves, loads]

@@ -60,7 +60,6 @@ def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> ReplayedLoad | N
 
 
 def _check_fits(plan: PlanDraft, load: LogLoad) -> None:
-    """Raise InputError if a request can never enter."""
     inputs, outputs = load.requests.input, load.requests.output
     if plan.admission.kv == "reserve":
         outputs = np.maximum(outputs.max(), plan.workload.output.lengths[-1])

@@ -107,7 +107,6 @@ class RequestLaw:
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
-        """All latencies, shortest first, and for each the share of requests up to it."""
         reached = np.cumsum(self._weights)
         return self.seconds.ravel()[self._order], reached / reached[-1]
 
@@ -279,9 +278,7 @@ class SeenSteps:
         return found
 
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
-        """Return the seconds from admission to the last token, for each request in `ids` and each number of decodes.
-        # [ids, decodes]
-        """
+        """Return the seconds from admission to last token, for each request and number of decodes. # [ids, decodes]"""
         opens = int(self.admitted[ids[0]])
         """The step at which the steady state begins. The steady state lasts until the last admission."""
         first = self.end_s[self.first_token[ids]]
@@ -316,9 +313,7 @@ class SeenSteps:
         return found + np.nan_to_num(further)
 
     def _gaps_by_age(self, batch: int, opens: int) -> Array:
-        """Return, for each n, the mean seconds of the n-th decode step of a request, from its previous token to the
-        step's end. # [most decodes]
-        """
+        """Return the mean seconds of the n-th decode step, from previous token to the step's end. # [most decodes]"""
         steps = self.steps[batch]
         gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)

@@ -375,9 +375,7 @@ def _counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bo
 
 
 def is_drawn(plan: PlanDraft) -> bool:
-    """Return whether latencies can be measured only on requests with randomly drawn lengths (see
-    `xsimulator.request_law`).
-    """
+    """Return whether latencies can be measured only on requests with drawn lengths (see `xsimulator.request_law`)."""
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
@@ -414,8 +412,7 @@ def _replayed(plan: PlanDraft, workload: Workload, trace: TraceLengths, num_requ
 def replay_by_counts(
     plan: PlanDraft, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
 ) -> Simulated | None:
-    """Replay a trace by counts, with mean step times. No steps are returned. Return None if the plan cannot be
-    simulated by counts.
+    """Replay a trace by counts, with mean step times. Return None if the plan cannot be simulated by counts.
 
     The times of requests equal those of `replay_trace`, but gaps between single tokens and idle shares are not known.
 
@@ -475,9 +472,7 @@ def counted_times(plan: PlanDraft, profile: Profile, trace: TraceLengths, longes
 def joint_lengths(
     plan: PlanDraft, profile: Profile, trace: TraceLengths, num_requests: int = 500
 ) -> JointLengths | None:
-    """Return the error that comes from treating input and output lengths as independent, or None if lengths do not
-    vary.
-    """
+    """Return the error from treating input and output lengths as independent, or None if lengths do not vary."""
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
         return None
     rng = np.random.default_rng(0)
@@ -578,8 +573,7 @@ def clock_of(plan: PlanDraft, profile: Profile, schedule: Schedule, on_span: OnS
 
 
 def check_fits(plan: PlanDraft, workload: Workload) -> None:
-    """Raise InputError if a workload's longest request does not fit into the plan's K/V memory or the model's
-    context."""
+    """Raise InputError if a workload's longest request does not fit into the plan's K/V memory or model's context."""
     longest = workload.input.lengths[-1] + workload.output.lengths[-1]
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
     room, context = blocks * plan.block_size, plan.model.max_context

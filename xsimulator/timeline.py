@@ -27,8 +27,7 @@ class Timeline(NamedTuple):
 
 
 def chrome_trace(*timelines: Timeline) -> str:
-    """Return a Chrome trace that shows steps as spans of the stages that execute them, and running requests as a
-    counter.
+    """Return a Chrome trace that shows steps as spans, and running requests as a counter.
 
     Times are in microseconds. Source: ExeGPT Figure 4.
     """

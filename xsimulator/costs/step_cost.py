@@ -168,8 +168,7 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of encoding, without those in `tokens`, `samples` and `overhead`, by number of prompts. #
-        [kinds]
+        """Return the seconds of encoding, without those in `tokens`, `samples` and `overhead`, by prompts. # [kinds]
 
         These are the seconds of attention and, with an encoder, of the encoder's layers and of the keys and values of
         its output.
@@ -403,9 +402,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """Return the counts of a step of a decoder-only model. The step samples for each decode and each prompt that
-        ends.
-        """
+        """Return counts of a step of a decoder-only model. The step samples for each decode and prompt that ends."""
         sampled = len(contexts) + sum(done for _, _, done in encode)
         num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)
         return cls(encode, len(contexts), sum(contexts), sampled, num_tokens)

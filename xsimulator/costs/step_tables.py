@@ -201,9 +201,7 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the seconds of attention for prompt pieces. Each of n pieces counts as 1 / n of the time of n equal
-    pieces.
-    """
+    """Return the seconds of attention for prompt pieces. Each of n counts as 1 / n of the time of n equal pieces."""
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -215,9 +213,7 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return the time at which a step leaves the last stage. Set each entry of `free_ns` to the time at which its stage
-    has finished the step.
-    """
+    """Return the time a step leaves the last stage. Set each entry of `free_ns` to the time its stage has finished."""
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

@@ -61,9 +61,7 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks. If `by_use`, these blocks contain all its tokens except the last, and `more` further
-    tokens.
-    """
+    """Free a request's blocks. If `by_use`, these contain all its tokens except the last, and `more` further tokens."""
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1

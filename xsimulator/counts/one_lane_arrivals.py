@@ -386,9 +386,7 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Count the tokens of a running step before it ends, as if a request ended only when it reaches its longest
-    output.
-    """
+    """Count tokens of a running step before it ends, as if a request ended only when it reaches its longest output."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1

@@ -130,9 +130,7 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """Return the step that ends first, or NONE if no step runs. If several end together, return the one that began
-    first.
-    """
+    """Return the step that ends first, or NONE if no step runs. If several end together, the one that began first."""
     found = NONE
     for i in range(len(s.steps)):
         step = s.steps[i]

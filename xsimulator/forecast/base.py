@@ -105,9 +105,7 @@ class Forecast(ABC, Generic[M]):
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:
-        """Return those values for which there may be load curves. They are values of the variable that is constant
-        along a curve.
-        """
+        """Return those values for which there may be load curves. They are constant along a curve."""
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
@@ -131,8 +129,7 @@ class Forecast(ABC, Generic[M]):
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: PlanDraft, model: M, inside: float) -> dict[str, float]:
-        """Return the predictions for a plan under other lengths. The plan's settings do not change if K/V still fits in
-        memory.
+        """Return the predictions for a plan under other lengths. The plan's settings do not change if K/V still fits.
 
         Args:
             inside: number of requests whose K/V fits in memory at the same time.
@@ -241,7 +238,5 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the 99th percentile of all gaps as a standard normal deviate. It refers to the distribution of the longest
-    `share` of the gaps.
-    """
+    """Return the 99th percentile of gaps as a standard normal deviate. It refers to the longest `share` of the gaps."""
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

@@ -19,9 +19,7 @@ BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 
 
 def as_interpolated(batches: Array) -> Array:
-    """Return the matrix that replaces times at these batch sizes by their interpolation through the grid. # [batches,
-    batches]
-    """
+    """Return the matrix that replaces times at these sizes by interpolation through the grid. # [batches, batches]"""
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
 

@@ -321,9 +321,7 @@ class MixedSteps:
         self._sampled = lane.samples + lane.overhead
 
     def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
-        """Return the predictions for settings. `budget` is the largest number of tokens in a step. None means no limit.
-        # [n] each
-        """
+        """Return predictions. `budget` is the largest number of tokens in a step. None means no limit. # [n] each"""
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0

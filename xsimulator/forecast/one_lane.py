@@ -47,9 +47,7 @@ class OneLaneModel:
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """Return `make(self)`. The result is cached by `make` as the key, so forecasts that share this model compute it
-        once.
-        """
+        """Return `make(self)`. The result is cached by `make`, so forecasts that share this model compute it once."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])

@@ -88,8 +88,7 @@ class Pipeline:
 
 
 class RandomSteps:
-    """Predicts the times of rounds. The steps of a round have random, independent times, since steps that encode take
-    longer.
+    """Predicts the times of rounds. The steps have random, independent times, since steps that encode take longer.
 
     In a round, each of the M micro-batches has one step. Steps keep their order, so all others wait for a long step. A
     step leaves the last stage at the end of the longest path through the recursion. Such a path consists of laps. A lap
@@ -165,9 +164,7 @@ class RandomSteps:
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """Return the mean time of a round in the first case if one of its steps takes the given time.
-        # [k, n] each -> [k, n]
-        """
+        """Return the mean time of a round in the first case if one takes the given time. # [k, n] each -> [k, n]"""
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)
@@ -176,9 +173,7 @@ class RandomSteps:
 
 
 def _falls(shorter: Array) -> Array:
-    """Return the decrease from each entry to the next, beginning with the decrease from 1 to the first entry.
-    # [.., steps, n]
-    """
+    """Return the decrease from each entry to the next, beginning from 1 to the first entry. # [.., steps, n]"""
     falls = -shorter
     falls[..., 0, :] += 1
     falls[..., 1:, :] += shorter[..., :-1, :]

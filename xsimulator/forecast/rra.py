@@ -137,8 +137,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
 
 
 class _Encoding(NamedTuple):
-    """Seconds of a micro-batch's encode step: on each stage, through all stages, and from each end on, with and without
-    hops.
+    """Seconds of a micro-batch's encode step: on each stage, through all, and from each end on, with and without hops.
 
     # [kinds, n], [n], [ends, n], [ends, n]
     """
@@ -241,9 +240,8 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def _variances(lengths: Lengths) -> Array:
-    """Return for each N_D the variance of the number of requests at the start of a phase, for each request that a phase
-    encodes. A phase encodes a fixed number, of which each decodes in the phase j after with probability P(D > j N_D).
-    # [max D]
+    """Return for each N_D the variance of requests at the start of a phase, for each request that a phase encodes. A
+    phase encodes a fixed number, of which each decodes in the phase j after with probability P(D > j N_D). # [max D]
     """
     survivals = (lengths.survival[n::n] for n in range(1, max(2, lengths.max_output)))
     return np.asarray([float(p @ (1 - p)) for p in survivals])

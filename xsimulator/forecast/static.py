@@ -107,9 +107,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Return a number of prompt tokens that `requests` requests hardly ever exceed (mean plus four standard
-    deviations).
-    """
+    """Return a number of prompt tokens that `requests` hardly ever exceed (mean plus four standard deviations)."""
     variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 

@@ -36,8 +36,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
-    """Return whether too few encode batches fit under the cap. The closed form then predicts a throughput that is too
-    low, by up to 77%.
+    """Return whether too few batches fit under the cap. The closed form predicts a throughput too low, by up to 77%.
 
     A batch enters as soon as enough requests have ended. In the closed form, the batch waits until the mean number of
     requests is low enough. This is accurate only for many requests. If few batches fit, Little's law gives the bound.

@@ -115,8 +115,7 @@ class DecodeLane:
 
     @cached_property
     def _grid(self) -> tuple[Array, Array, Array]:
-        """Seconds of a decode step on each kind of stage, on the slowest stage, and through all stages, by number of
-        requests.
+        """Seconds of a decode step on each kind of stage, on the slowest, and through all, by number of requests.
 
         # [kinds, grid], [grid], [grid]
         """
@@ -190,9 +189,7 @@ class EncodeLane:
 
     @cached_property
     def _table(self) -> Table:
-        """Seconds by number of prompts: of an encode step on each kind of stage and through the lane, and of the
-        transfer.
-        """
+        """Seconds by prompts: of an encode step on each kind of stage and through the lane, and of the transfer."""
         alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
         moving = self.transfer.line
         sent = tokens * self._transferred
