@@ -1,6 +1,4 @@
-"""Attention backends. base.py has their interface, reference.py the reference implementation. `xrunner.build` chooses
-one.
-"""
+"""Attention backends. base.py has their interface, reference.py the reference implementation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ class Batch:
         context_len: number of tokens to which each sequence's last token attends, including itself. # int32 [sequences]
         block_tables: blocks of each sequence, in order. Padding is arbitrary. # int32 [sequences, max blocks]
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
-        num_decodes: number of decoding sequences.
         max_query_len: length of the longest prompt chunk, or 1 if there are no prompts.
         counts: number of decoding sequences, and of all sequences. Set only in steps captured as a CUDA graph, where
             the host does not know these numbers. `num_decodes` is then 0. # int32 [2]
@@ -64,7 +63,6 @@ class PositionBias(NamedTuple):
 
     Attributes:
         values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
-        center: index of distance zero.
     """
 
     values: Tensor
@@ -90,7 +88,6 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the scale, or its default for heads with this many dimensions."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -124,13 +121,12 @@ def make_batch(
     wants_logits: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """Return the batch of these tokens and sequences. Positions, cache slots and offsets are computed from `sequences`.
+    """Return the batch of these tokens and sequences.
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
         wants_logits: whether to compute the logits of each sequence's last token. None means to compute them for all.
             # bool [sequences]
-        device: the model's device. None means the CPU.
     """
     query_len, context_len, block_tables, prompt_len = sequences
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
@@ -224,7 +220,6 @@ class AttentionBackend(ABC):
                 queries. In cross-attention, they are the tokens of new prompts. # [tokens, kv_heads, head_dim]
             cache: one element of `KvCache.layers`, with the K/V of earlier tokens. They may have fewer bits than the
                 queries. In latent attention, where keys are also the values, `v` is not read.
-            scoring: the layer's scoring.
 
         Returns:
             # [tokens, heads * head_dim]

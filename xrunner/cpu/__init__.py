@@ -1,6 +1,6 @@
 """CPU kernels, compiled by numba. `LAYOUTS` lists weight layouts. `BACKENDS` lists attention backends.
 
-Other packages import only these two tables. Without numba, both are empty, and the engine uses only torch.
+Without numba, both are empty, and the engine uses only torch.
 
 `layouts` lists the weight layouts: `panels` multiplies in vector registers (AVX-512), `matrix_panels` in Intel's matrix
 registers (AMX). `highest` finds each row's argmax. `attention` computes a step's attention. `prompts` handles queries

@@ -53,8 +53,6 @@ def is_available(numbers: str = "bf16") -> bool:
 
 
 class Registers:
-    """Appends matrix-register instructions to a function."""
-
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
         self.halves = range(lanes // SQUARE)
@@ -102,7 +100,6 @@ def configure(typing_context: Any, shapes: Any) -> Any:
 
 @inlined
 def release(typing_context: Any) -> Any:
-    """Release this thread's registers."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         Registers(builder, 0).call("tilerelease")

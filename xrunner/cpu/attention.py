@@ -58,7 +58,7 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
-    """A batch as the kernel takes it. `first_key` is empty if the batch has none."""
+    """`first_key` is empty if the batch has none."""
 
     query_start: np.ndarray
     context_len: np.ndarray
@@ -315,7 +315,6 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
 
 @njit(nogil=True, **INNER)
 def _all_finite(x, count):
-    """Return whether the first `count` numbers are finite."""
     largest = np.int32(0)
     for i in range(count):
         largest = max(largest, np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF))
@@ -324,7 +323,6 @@ def _all_finite(x, count):
 
 @njit(nogil=True, **INNER)
 def _rules(scored, h, group):
-    """Return the rules of one K/V head, from the rules of all heads."""
     return Rules(
         scored.scale * LOG2_E,
         scored.softcap * LOG2_E,

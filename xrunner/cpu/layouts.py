@@ -20,7 +20,7 @@ def _activated(product: PackedLinear, activation: str) -> PackedLinear:
 
 
 def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
-    """Return a function that multiplies and applies the activation function. The kernel itself applies SiLU gates."""
+    """The kernel itself applies SiLU gates."""
     return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 
 

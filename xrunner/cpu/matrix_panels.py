@@ -61,7 +61,6 @@ iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows
 
 
 def is_available() -> bool:
-    """Return whether int8 products can run in the processor's matrix registers."""
     return amx.is_available("int8")
 
 
@@ -198,7 +197,6 @@ def _configure(config: Any, num_rows: Any) -> None:
 
 
 def _assembled(code: Callable[[bool], list[str]]) -> Any:
-    """Return two functions that run the assembly on an array of arguments: for one register of rows, and for two."""
 
     @inlined
     def run(typing_context: Any, arguments: Any, two: Any) -> Any:
@@ -254,7 +252,6 @@ def _multiplication(two: bool) -> list[str]:
 
 
 def _finishing() -> list[str]:
-    """Return assembly that scales the integer sums at %rsi, adds the bias, and writes the results."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
     code = [f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
@@ -275,7 +272,6 @@ _multiply_rows = _assembled(_multiplication)
 
 @inlined
 def _begin(typing_context: Any, arguments: Any) -> Any:
-    """Configure this thread's registers."""
     return types.void(arguments), _single([f"mov {argument(CONFIG)}, %rax", "ldtilecfg (%rax)"])
 
 

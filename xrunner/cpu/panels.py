@@ -168,7 +168,6 @@ def _packed(weight: Tensor, scales: Tensor | None, begin: Tensor | None, kind: i
 
 
 def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
-    """Return the panels of a weight of any kind, and the number of inputs in a block."""
     enable_assembly()
     together = 4 // weight.dtype.itemsize
     weight = F.pad(weight, (0, -weight.shape[1] % together)).contiguous().view(torch.float32)
@@ -316,7 +315,6 @@ def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
-    """Apply a panel of gates to the next panel, and write the results."""
     for i in range(count):
         for d in range(WIDTH):
             results[i * results_width + d] = gated(sums[i * width + d], sums[i * width + WIDTH + d])
@@ -428,7 +426,6 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 
     def each_sum(place: int, stride: int) -> list[str]:
-        """Return code that loads all sums from the address in argument `place`, or stores them there."""
         code = [f"mov {argument(place)}, %r11", f"mov {argument(stride)}, %r12"]
         for pair in sums:
             for offset, total in zip((0, 64), pair, strict=True):

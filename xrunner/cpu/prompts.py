@@ -53,7 +53,6 @@ Way = Vectors | Matrices
 
 
 def with_piece(way: Way, piece: int) -> Way:
-    """Return these settings with another number of keys in a piece."""
     return way._replace(piece=piece)
 
 
@@ -180,13 +179,11 @@ def tile_floats(head_dim):
 
 @register_jitable
 def score_floats(way):
-    """Return the size of `ThreadScratch.scores`, in float32 numbers."""
     return (way.piece + way.piece // 2 + 1) * WIDE
 
 
 @register_jitable
 def space_floats(way, num_tiles, head_dim):
-    """Return the size of a `ThreadScratch`, in float32 numbers."""
     keys = 2 * way.piece * head_dim
     integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 3 * way.piece)
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
@@ -213,7 +210,6 @@ def make_space(way, num_tiles, head_dim, memory):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def attend(way, span, context, rules, space):
-    """Compute the attention of a span's queries over the keys in `context`."""
     group, first, num_rows = span.group, span.first, span.num_rows
     limits, places, results = space.limits, space.places, at(space.places, space.num_tiles * WIDE)
     num_tiles = (num_rows + WIDE - 1) // WIDE
@@ -292,7 +288,6 @@ def _(context: Any, places: Any, begin: Any, end: Any, behind: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _tile(space, tile, head_dim, lanes):
-    """Return a tile's queries, sums, highest scores and sums of weights."""
     first, size = tile * tile_floats(head_dim), head_dim * lanes
     state = first + 2 * size
     tiles = space.tiles
@@ -457,7 +452,6 @@ def _multiplies_halves(way: Any) -> bool:
 
 
 def _is_wide(context: Any) -> bool:
-    """Return whether keys and values are already float32."""
     return _kept_as(context) == types.float32
 
 
@@ -521,7 +515,6 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Return whether `count` rows are contiguous in memory, even across blocks."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride

@@ -41,7 +41,6 @@ def exp(x):
 
 @njit(error_model="numpy", fastmath={"contract", "reassoc"}, **INNER)
 def gated(a: Any, b: Any) -> Any:
-    """Return silu(a) * b."""
     small = exp(-abs(a))
     return a * (np.float32(1.0) if a >= 0 else small) / (np.float32(1.0) + small) * b
 
@@ -57,7 +56,6 @@ def largest_bits(bits: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def number(bits: Any) -> Any:
-    """Return the float32 with these bits."""
     return np.int32(bits).view(np.float32)
 
 

@@ -272,7 +272,6 @@ class Emit:
         return ir.Constant(self.type, [value] * self.lanes)
 
     def variables(self, count: int) -> list[ir.Value]:
-        """Return variables for vectors, initially zero."""
         return [cgutils.alloca_once_value(self.builder, self.constant(0.0)) for _ in range(count)]
 
     @contextmanager
@@ -309,16 +308,13 @@ class Emit:
         self.builder.store(vector, self._place(array, index), align=4)
 
     def spread(self, array: ir.Value, element: int) -> ir.Value:
-        """Return one element of an array in all lanes."""
         return self.fill(self.builder.load(self.builder.gep(array, [int64(element)])))
 
     def fill(self, scalar: ir.Value) -> ir.Value:
-        """Return a vector with this number in all lanes."""
         one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def spread_integer(self, number: ir.Value) -> ir.Value:
-        """Return a vector with this int64 in all lanes, as int32."""
         small = self.builder.trunc(number, ir.IntType(32))
         one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
@@ -394,7 +390,6 @@ class Emit:
 
 
 def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
-    """Return pointers to the data of the first `count` arguments, which are arrays or pointers."""
     pairs = zip(signature.args[:count], values[:count], strict=True)
     return [
         value if isinstance(kind, types.CPointer) else context.make_array(kind)(context, builder, value).data
@@ -411,7 +406,6 @@ def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritt
     address is in %rdi.
 
     Args:
-        place: address of the array.
         overwritten: what the code changes: registers except %rdi, memory, flags.
     """
     kind = ir.FunctionType(ir.VoidType(), [place.type])
@@ -420,7 +414,6 @@ def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritt
 
 
 def argument(number: int) -> str:
-    """Return the assembly operand of an element of this array of arguments."""
     return f"{8 * number}(%rdi)"
 
 

@@ -239,5 +239,4 @@ def _num_processors(device: torch.device) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return `head_dim` rounded up to a power of two, at least `LEAST_DOT`."""
     return max(LEAST_DOT, power_of_two(head_dim))

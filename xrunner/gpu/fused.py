@@ -17,7 +17,6 @@ GATE_BLOCK = 1024
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """Return whether the kernels run on this type of device: a GPU, with triton installed."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -56,5 +55,4 @@ def gate(x: Tensor) -> Tensor:
 
 
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

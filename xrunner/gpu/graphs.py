@@ -36,8 +36,6 @@ step computes.
 
 
 class Capture(Protocol):
-    """Captures a step, for example as a CUDA graph."""
-
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         """Run the step at least once. Return a function that runs it again with the current contents of its inputs."""
 
@@ -48,7 +46,6 @@ class GraphedModel:
 
     Args:
         cache: the K/V cache. Its last block is not in the pool: padding tokens use it.
-        most_tokens: number of tokens of the longest possible sequence.
         sizes: sizes of decode batches to capture, ascending.
         mixed_sizes: numbers of tokens of steps with prompts to capture, ascending.
     """
@@ -106,8 +103,6 @@ class _Captured:
 
     Args:
         sizes: numbers of tokens, ascending.
-        sequences: largest number of sequences in a batch.
-        num_blocks: largest number of blocks of a sequence.
     """
 
     def __init__(
@@ -134,7 +129,6 @@ class _Captured:
         )
 
     def capture(self, capture: Capture, run: Callable[[Batch], None]) -> None:
-        """Capture a step of each size."""
         for size in reversed(self._sizes):  # the largest size is captured first, so that the others fit into its memory
             self._replays[size] = capture(partial(run, self._first(size)))
 
@@ -145,7 +139,6 @@ class _Captured:
         self._replays[size]()
 
     def has_room(self, batch: Batch) -> bool:
-        """Return whether a batch fits into the captured steps."""
         whole = self._batch
         rows, blocks = whole.block_tables.shape
         return (
@@ -156,7 +149,6 @@ class _Captured:
         )
 
     def _first(self, size: int) -> Batch:
-        """Return the first `size` tokens and sequences of the fixed batch as views."""
         whole = self._batch
         count = min(size, len(whole.context_len))
         return Batch(
@@ -173,7 +165,6 @@ class _Captured:
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the fixed addresses, and pad it to `size` tokens."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape
         whole.token_ids[:num_tokens] = batch.token_ids
@@ -216,9 +207,7 @@ class CudaCapture:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """Run the block on a second stream, for which the current stream then waits. torch requires this before a
-    capture.
-    """
+    """Torch requires this before a capture."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):

@@ -82,7 +82,7 @@ def attend_kernel(
     """Compute the attention of a tile of queries over one split of the sequence's keys. Grid: tiles, K/V heads, splits.
 
     The sequences are the decodes (IS_DECODE), or those from `first_sequence` on. In a captured step, the grid is large
-    enough for any batch of this size. Programs that the batch does not need return immediately.
+    enough for any batch of this size.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -261,14 +261,12 @@ def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.cons
 
 @triton.jit
 def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return the number of splits that keeps the device busy, at most the number that was launched."""
     tiles = tl.maximum(num_decodes, 1) * NUM_KV_HEADS
     return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 
 
 @triton.jit
 def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Return the bounds [begin, end) of a split's keys, or of all keys if the context is not split."""
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
         return split * share, tl.minimum(split * share + share, most)
@@ -283,7 +281,6 @@ def _first_tile(sequence, query_start, TOKENS: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, query_start, num_sequences, TOKENS: tl.constexpr):
-    """Return the last sequence whose first tile is at or before this tile."""
     low, high = 0, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2

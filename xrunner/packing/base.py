@@ -1,6 +1,4 @@
-"""Define the contract of matrix products with packed weights: the layout of a weight, and the call that multiplies by
-it.
-"""
+"""Define the contract of matrix products with packed weights."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ class WeightLayout(NamedTuple):
     dtype of the products.
 
     Attributes:
-        dtype: dtype of the products.
         is_available: returns whether this processor and this torch support the layout.
         pack: packs a float32 weight [out, in]. Returns a function that multiplies by it and applies the named
             activation function.

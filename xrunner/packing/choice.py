@@ -109,12 +109,10 @@ LAYOUTS: dict[str, WeightLayout] = cpu.LAYOUTS | _OF_TORCH
 
 
 def layouts_of(dtype: DType) -> list[str]:
-    """Return the names of the layouts that are available here for products in this dtype."""
     return [name for name, layout in LAYOUTS.items() if layout.dtype == dtype and layout.is_available()]
 
 
 def shape_name(shape: Shape) -> str:
-    """Return the name that profiles and plans give to a weight's shape: OUTxIN."""
     return f"{shape[0]}x{shape[1]}"
 
 
@@ -142,7 +140,6 @@ def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str]
     this.
 
     Args:
-        whole: multiplies by the same weight in float32.
         layouts: has the name of an int8 layout under `HEAD`.
     """
     name = (layouts or {}).get(HEAD)
@@ -193,9 +190,6 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
     """Return, under `HEAD`, the name of the int8 layout that finds each row's argmax fastest. Return {} if none is
     clearly faster than float32.
-
-    Args:
-        layouts: layouts of the float32 products, by `shape_name`.
     """
     weight = torch.randn(shape)
     whole = pack(weight, "none", "float32", layouts)
@@ -214,9 +208,6 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = F
 def mean_times(
     products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
 ) -> dict[str, float]:
-    """Return each product's mean ratio of its time to the fastest product's time, over the numbers of rows that are
-    measured.
-    """
     others = torch.ones(EVICTING)
     rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     repeats = 2 if is_brief else REPEATS
