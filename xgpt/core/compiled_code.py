@@ -42,7 +42,6 @@ def set_directory() -> None:
 
 
 def _set(name: str, value: str) -> None:
-    """Set one of numba's options, unless the environment sets it."""
     if f"NUMBA_{name}" not in os.environ:
         os.environ[f"NUMBA_{name}"] = value
         if "numba" in sys.modules:

@@ -18,7 +18,6 @@ _told: set[str] = set()
 
 
 def _tell(path: str, reason: str) -> None:
-    """Warn about a path, once."""
     if path not in _told:
         _told.add(path)
         logger.warning("compiled code at %s is not used: %s", path, reason)
@@ -40,7 +39,6 @@ class Locator(caching.UserProvidedCacheLocator):
     """Stores code in the configured directory if possible."""
 
     def ensure_cache_path(self) -> None:
-        """Create the directory if possible."""
         try:
             super().ensure_cache_path()
         except OSError as error:
@@ -60,7 +58,6 @@ class Files(caching.IndexDataCacheFile):
         return self._read(self._data_path(name), lambda: super(Files, self)._load_data(name))
 
     def _read(self, path: str, read: Any) -> Any:
-        """Return the result of `read`, or None if the file is damaged or belongs to another user."""
         try:
             if is_ours(self._cache_path) and is_ours(path):
                 return read()
@@ -70,7 +67,6 @@ class Files(caching.IndexDataCacheFile):
         return None
 
     def save(self, key: Any, data: Any) -> None:
-        """Write compiled code, if possible."""
         try:
             if is_ours(self._cache_path):
                 super().save(key, data)
@@ -119,7 +115,6 @@ class Library(codegen.JITCodeLibrary):
         self._finalized = True
 
     def _emit(self) -> None:
-        """Optimise and emit the code, once, so that it can run."""
         with global_compiler_lock:
             if not self._is_emitted:
                 self._is_emitted = True
@@ -140,7 +135,6 @@ class Library(codegen.JITCodeLibrary):
         return address
 
     def _get_compiled_object(self) -> Any:
-        """Return the machine code to store on disk."""
         self._ensure_finalized()
         self._emit()
         return super()._get_compiled_object()

@@ -111,9 +111,6 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return up to `most` known names: first those with the same parts in any order, such as 8xh100 and h100x8, then
     those that begin with `name`, then similar ones.
-
-    Args:
-        cutoff: see `similar`.
     """
 
     def parts(text: str) -> list[str]:

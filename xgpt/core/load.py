@@ -111,11 +111,9 @@ class KeptByWindow(NamedTuple):
     """Which share of a load's requests keep the bounds.
 
     Attributes:
-        share: share of all requests.
         worst: the window with the smallest share. None means that the load has no windows.
         worst_share: share of this window's requests.
         by_window: share of each window's requests, or None for a window without requests.
-        counts: number of each window's requests.
     """
 
     share: float
@@ -140,9 +138,7 @@ class LogLoad:
     """A log's requests in windows. Without times, there are no windows.
 
     Attributes:
-        name: name of the workload.
         requests: all requests, in order of time, with the growth applied.
-        growth: how the load differs from its log.
     """
 
     name: str
@@ -178,7 +174,6 @@ class LogLoad:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """All windows, in order of time."""
         times = self.requests.timestamp_s
         if times is None or not self.seconds > 0:
             return ()

@@ -103,7 +103,6 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _listed(command: str, fields: str) -> list[list[str]]:
-    """Return these fields of each GPU, or an empty list if nvidia-smi fails."""
     query = [command, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
@@ -115,7 +114,6 @@ def _listed(command: str, fields: str) -> list[list[str]]:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of this kind of device, with rates and links from datasheets, or None."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -143,11 +141,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _memory_bytes(root: Path) -> int:
-    """Return the bytes of physical memory, or the cgroup's memory limit if it is lower.
-
-    Raises:
-        MachineError: the machine does not state its memory.
-    """
+    """Return the bytes of physical memory, or the cgroup's memory limit if it is lower."""
     total = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     if total:
         limits = [int(total[1]) * 1024]
@@ -185,7 +179,6 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file in proc or sys, or "" if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -26,7 +26,7 @@ class OutputFile:
     """A file that a command will write.
 
     Args:
-        path: path of the file. A symbolic link stands for the file to which it points.
+        path: A symbolic link stands for the file to which it points.
         field: the option or argument that names the file, for errors.
         force: whether to overwrite the user's files and files that the command reads.
         inputs: paths that the command reads. Paths that are not files are ignored.
@@ -162,7 +162,6 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return the reason why no file can be created in a directory, or "". This creates and deletes a file."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""

@@ -25,7 +25,6 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 
     Args:
         parent: id of the parent process. If it has already ended, this process exits at once.
-        sent: the signal.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
@@ -103,7 +102,6 @@ def children_of(process: int) -> list[int]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port on an address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         found.bind((host, 0))
         port: int = found.getsockname()[1]

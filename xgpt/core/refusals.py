@@ -66,7 +66,6 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in an annotation, including models within a union, a list or an optional value."""
     annotated = getattr(annotation, "annotation", annotation)
     if isinstance(annotated, type) and issubclass(annotated, BaseModel):
         yield annotated

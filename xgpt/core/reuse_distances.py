@@ -24,7 +24,6 @@ class ReuseCurve:
     A request finds only a prefix of its blocks.
 
     Args:
-        trace: a trace with prefixes.
         block_size: number of tokens in a K/V block. Only whole blocks are found.
         inside: number of requests that run when a request enters. Their outputs are not cached yet.
     """

@@ -69,7 +69,6 @@ class TracePrefixes:
         return tuple(keys)
 
     def take(self, order: npt.NDArray[np.int64]) -> TracePrefixes:
-        """Return the blocks of the given requests, in this order."""
         places = order.tolist()
         return TracePrefixes(
             self.block_size, tuple(self.prompts[i] for i in places), tuple(self.outputs[i] for i in places)

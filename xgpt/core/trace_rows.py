@@ -151,7 +151,6 @@ def _csv_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRow
 
 
 def _columns(header: list[str]) -> dict[Role, int]:
-    """Return the position of each role's column."""
     known_roles, found = _roles(), dict[Role, tuple[int, int]]()
     for position, cell in enumerate(header):
         if (known := known_roles.get(plain(cell))) is not None and (
@@ -294,7 +293,6 @@ def _row(where: str, entry: Mapping[str, Any]) -> Row:
 
 
 def _is_error(status: object) -> bool:
-    """Return whether an HTTP status is an error."""
     return bool(re.fullmatch(r"[45]\d\d(\.0)?", str(status)))
 
 

@@ -82,9 +82,6 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
     Otherwise, it is taken from their size if they are times since 1970, and otherwise from the file's format. Other
     numbers are taken as seconds.
 
-    Args:
-        field: name of the input in error messages.
-
     Raises:
         InputError: the file cannot be read or contains no such requests, a value is wrong (the message states its line
             or entry), or the unit is not stated and the guess is implausible. It is implausible if the mean gap would
@@ -160,8 +157,6 @@ def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
 
 
 class _HashIds:
-    """Collects the blocks that requests share."""
-
     def __init__(self) -> None:
         self._prompts: list[tuple[int, ...]] = []
         self._answers: list[tuple[int, ...]] = []

@@ -115,7 +115,6 @@ def _normal_mass(k: int, normal: TruncatedNormal) -> float:
 
 
 def histogram_of(values: ArrayLike) -> Histogram:
-    """Return the histogram of observed lengths."""
     lengths, counts = np.unique(np.asarray(values, dtype=np.int64), return_counts=True)
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((counts / counts.sum()).tolist()))
 
@@ -148,7 +147,6 @@ def binned(values: ArrayLike) -> Histogram:
 
 
 def standard_deviation(histogram: Histogram) -> float:
-    """Return the standard deviation of a distribution."""
     middle = histogram.mean
     squares = sum(p * (x - middle) ** 2 for x, p in zip(histogram.lengths, histogram.probabilities, strict=True))
     return math.sqrt(squares)
