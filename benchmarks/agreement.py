@@ -66,8 +66,6 @@ PLENTY = 10**8
 
 @dataclass(frozen=True)
 class Case:
-    """One placement, policy and workload, with the closed form and everything that a simulation needs."""
-
     kind: str
     text: str
     model: ModelSpec
@@ -96,7 +94,6 @@ def problem(model: str, cluster: str, workload: str) -> tuple[ModelSpec, Cluster
 
 
 def random_case(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS) -> Case:
-    """Return the next random case that fits the model's context and is small enough to simulate."""
     while True:
         place, workload = PLACES[rng.integers(len(PLACES))], WORKLOADS[rng.integers(len(WORKLOADS))]
         kind = kinds[rng.integers(len(kinds))]
@@ -112,7 +109,6 @@ def random_case(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS) -> Cas
 
 
 def simulate(case: Case, rng: np.random.Generator) -> Measured:
-    """Return the figures of a saturated run after its warm-up."""
     inside, encode = case.predicted["peak_requests"], case.predicted["encode_batch"]
     count = int(np.clip(15 * inside, 600, 2500))
     warm_up = round(2 * inside + 3 * encode) + 50
@@ -135,7 +131,6 @@ def simulate(case: Case, rng: np.random.Generator) -> Measured:
 
 
 def errors(case: Case, measured: Measured) -> tuple[float, float]:
-    """Return the relative errors of throughput and latency."""
     # With one slot, steps encode prompts that a longer request would have kept out, so only the requests show the
     # latency.
     alone = getattr(case.settings, "max_batch", None) == 1
@@ -147,7 +142,6 @@ def errors(case: Case, measured: Measured) -> tuple[float, float]:
 
 
 def _draw(rng: np.random.Generator, low: int, high: int) -> int:
-    """Draw a number evenly on a logarithmic scale."""
     return round(low * (max(high, low) / low) ** rng.random())
 
 

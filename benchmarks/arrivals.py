@@ -162,7 +162,6 @@ def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
 
 
 def other_draw(plan: Plan, profile: Profile, seed: int) -> float:
-    """Return the plan's rate with other lengths and arrivals."""
     search = CapacitySearch(plan, profile, rate_of(plan), seed=seed)
     search.precision = TOLERANCES.rate
     return search.rate
@@ -179,9 +178,6 @@ def vllm_defaults(subject: Problem) -> float | None:
 
 
 def is_confirmed(plan: Plan, profile: Profile) -> bool:
-    """Return whether the simulated engine keeps the bound at the stated rate, and breaks it at a rate higher by
-    `CONFIRMED`.
-    """
     trial, slack = Trial(plan, profile, by_request=True), 1 / (1 + plan.constraint.headroom)
     rate = rate_of(plan)
     above = (1 + CONFIRMED) * rate

@@ -82,7 +82,6 @@ def main(lines: Path, attack: str, problems: int, seed: int, seconds: float | No
 
 
 def row_of(attack: str, seed: int, number: int, scale: float) -> dict[str, Any]:
-    """Return the result of the attack on one problem."""
     attacks: dict[str, Callable[[np.random.Generator, float], Attacked | None]] = {
         "outside": attack_outside,
         "brute": attack_by_sweep,
@@ -114,7 +113,6 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
 
 
 def planned(subject: Problem, kind: str) -> Plan | None:
-    """Return the best plan without an estimate of its error, or None if no plan keeps the bounds."""
     try:
         finish = partial(corrected, problem=subject)
         kinds = kinds_of(subject, kind)  # type: ignore[arg-type]
@@ -124,7 +122,6 @@ def planned(subject: Problem, kind: str) -> Plan | None:
 
 
 def plans_at(by: Scheduler, space: Space, indices: np.ndarray, plan: Plan) -> Iterator[PlanDraft]:
-    """Yield the plans of points of a space that fit in memory, by their numbers."""
     points = space.points(indices)
     for i in range(len(indices)):
         one = by.draft_at(space, space.settings(points, i), plan.search.effort)
@@ -156,7 +153,6 @@ def attack_by_sweep(rng: np.random.Generator, scale: float) -> Attacked | None:
 
 
 def of_few(profile: Profile) -> Profile:
-    """Return a profile that allows at most 16 requests at the same time."""
     layers = []
     for layer in profile.layers:
         table = layer.decode_attention

@@ -77,7 +77,6 @@ class Row:
 
 
 def family_of(number: int) -> str:
-    """Return the family of a checkpoint."""
     from tests.numerics.checkpoints import FAMILIES  # imports transformers, which device processes do not need
 
     return list(FAMILIES)[number % len(FAMILIES)]
@@ -99,7 +98,6 @@ def there_is_none(spec: ModelSpec, cluster: str, policy: str, fix: Mapping[str, 
 
 
 def rows_of(number: int, workers: Workers) -> Iterator[Row]:
-    """Yield a row for each plan of one checkpoint."""
     from tests.numerics.checkpoints import random_shape, save
     from tests.numerics.served import greedy
 
@@ -124,7 +122,6 @@ def _outcome(
     workers: Workers,
     expected: Sequence[Sequence[int]],
 ) -> tuple[str, str]:
-    """Return the placement of a plan, and the outcome of comparing its tokens."""
     from tests.planned import SHORT
 
     none, where = there_is_none(spec, cluster, policy, fix), ""
@@ -153,7 +150,6 @@ def _served(plan: Plan, directory: Path, workers: Workers, *, behind_endpoint: b
 
 
 def _answered(plan: Plan, directory: Path) -> list[list[int]]:
-    """Return the tokens in the answers of `xgpt serve`."""
     from tests.numerics.served import MAX_OUTPUT, PROMPTS
 
     asked = {"prompt": PROMPTS, "max_tokens": MAX_OUTPUT, "temperature": 0, "ignore_eos": True}
@@ -169,13 +165,11 @@ def _answered(plan: Plan, directory: Path) -> list[list[int]]:
 
 
 def kept(number: int) -> list[Row] | None:
-    """Return a checkpoint's stored rows, or None if it was not run."""
     path = RESULTS / f"{number}.json"
     return [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else None
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the page."""
     numbers = {row.number for row in rows}
     equal, right = (sum(test(row) for row in rows) for test in (lambda row: row.outcome == EQUAL, lambda r: r.is_right))
     answered = sum(row.policy == "auto" for row in rows)

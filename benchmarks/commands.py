@@ -85,7 +85,6 @@ class Outcome(NamedTuple):
 
 
 def commands(folder: Path, suffix: str = "") -> Iterator[tuple[Path, Launched]]:
-    """Yield the engines that the files of a folder start, each with its file."""
     for path in sorted(folder.rglob(f"*{suffix}")):
         if path.is_file() and path.suffix in (".yaml", ".yml", ".md", ".sh"):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -128,8 +127,6 @@ def _official() -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 def model_of(model_id: str, configs: Path | None, scratch: Path) -> dict[str, Any]:
-    """Return the arguments that name a model of the Hub for a comparison, or an empty dictionary if its config is
-    missing."""
     folder = scratch / model_id.replace("/", "--")
     if not folder.is_dir():
         files = _files_of(model_id, configs)
@@ -140,8 +137,6 @@ def model_of(model_id: str, configs: Path | None, scratch: Path) -> dict[str, An
 
 
 def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
-    """Return the contents of a model's config.json and hf_quant_config.json, by file name. A file that is not found is
-    left out."""
     models, official = _official()
     if configs is not None and (configs / f"{model_id.replace('/', '--')}_config.json").is_file():
         paths = ((name, configs / f"{model_id.replace('/', '--')}_{name}") for name in ("config.json", QUANTISED))
@@ -168,7 +163,6 @@ def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
 
 
 def cluster_of(path: Path, launched: Launched) -> str:
-    """Return the shipped cluster on which a command is scored."""
     text = f"{path} {launched.image} {' '.join(launched.words)}".lower()
     if re.search(r"rocm|aiter|mi3\d\d|amd/", text):
         return "mi300x-x8"
@@ -182,7 +176,6 @@ def cluster_of(path: Path, launched: Launched) -> str:
 
 
 def score(path: Path, launched: Launched, configs: Path | None, scratch: Path) -> Outcome:
-    """Return the result of the comparison for a command."""
     command = f"{LAUNCHERS[launched.engine]} {shlex.join(launched.words)}"
     cluster = cluster_of(path, launched)
     try:

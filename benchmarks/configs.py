@@ -48,7 +48,6 @@ class Read(NamedTuple):
 
 
 def configs(folder: Path) -> Iterator[Read]:
-    """Yield the result for each config.json of a folder, in the order of names."""
     for path in sorted(folder.glob("*_config.json")):
         name = path.name.removesuffix("_config.json")
         if name.endswith("_hf_quant"):

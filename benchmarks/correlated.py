@@ -65,7 +65,6 @@ class Arm:
     buffer: int = 0
 
     def of(self, plan: Plan) -> Plan:
-        """Return the plan with this buffer."""
         policy = plan.policy.model_copy(update={"buffer_iterations": self.buffer})
         return plan.model_copy(update={"policy": policy})
 
@@ -113,7 +112,6 @@ COLUMNS = (
 
 
 def orders_of(trace: TraceLengths, count: int, rng: np.random.Generator) -> dict[str, Pairs]:
-    """Return the first pairs of lengths of a trace in each order of arrival."""
     inputs, outputs = trace.input[:count], trace.output[:count]
     chance = rng.permutation(len(inputs))
     inputs_then, apart = inputs[chance], rng.permutation(outputs)
@@ -166,7 +164,6 @@ def iterations_until_joined(log: Sequence[StepRecord]) -> float:
 
 
 def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcome:
-    """Return the outcome of one setting on the simulated clock."""
     log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     return Outcome.of(plan, log, num_requests)
 
@@ -248,7 +245,6 @@ def small_plan(cluster: ClusterSpec, inputs: Ints, outputs: Ints, profile: Profi
 def gains(
     plan: Plan, profile: Profile, name: str, pairs: Pairs, num_requests: int, found: dict[Arm, list[Outcome]]
 ) -> Iterator[list[str]]:
-    """Yield a row for each setting under one order of arrival."""
     base = run(plan, profile, pairs, num_requests).measured
     for arm, outcomes in found.items():
         said = run(arm.of(plan), profile, pairs, num_requests).measured
@@ -272,7 +268,6 @@ def _ratio(found: Measured, base: Measured, figure: str) -> float:
 
 
 def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
-    """Return the outcome of one setting on this machine's devices."""
     log: list[StepRecord] = []
     engine = build_engine(plan, log.append)
     assert isinstance(engine, Engine)
@@ -289,7 +284,6 @@ def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
 
 
 def settings(plan: Plan) -> str:
-    """Return the plan's settings and placement in words."""
     variables = [f"{variable.name} {getattr(plan.policy, variable.name)}" for variable in plan.policy.variables]
     lanes = dict.fromkeys(stage.lane for stage in plan.stages)
     shape = " > ".join(str([stage.tp for stage in plan.stages if stage.lane == lane]) for lane in lanes)

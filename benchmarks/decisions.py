@@ -36,15 +36,12 @@ EDGE = 0.004
 
 
 class Case(NamedTuple):
-    """A random log with a deployment and bounds."""
-
     asked: dict[str, Any]
     command: str
     log: TraceLengths
 
 
 def draw(number: int, folder: Path) -> Case:
-    """Return a random case. The same number gives the same case."""
     rng = np.random.default_rng(number)
     model = str(rng.choice(list(MODELS)))
     count, span_s = int(rng.integers(*NUM_REQUESTS)), float(rng.choice([15.0, 40.0, 120.0, 400.0]))
@@ -91,7 +88,6 @@ def share_kept(plan: Plan, profile: Profile, log: TraceLengths) -> float:
 
 
 def check(found: Compared, case: Case) -> tuple[str, str]:
-    """Return the kind of verdict, and what is wrong with it ("" if nothing)."""
     told, profile = found.recommendation, found.planned.problem.profile
     assert found.current is not None and told.now is not None
     first = told.rejected if told.action == "keep" else told.best
@@ -118,7 +114,6 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
 
 
 def said_share(offer: Offer) -> float:
-    """Return the share of the whole log that an offer is said to keep."""
     return 0.0 if offer.at_load is None or offer.at_load.share_kept is None else offer.at_load.share_kept
 
 

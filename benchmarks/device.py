@@ -99,8 +99,6 @@ Requests = list[tuple[tuple[int, ...], int]]
 
 
 class Twins(NamedTuple):
-    """The same weights in both engines."""
-
     spec: ModelSpec
     own: Model
     other: Any
@@ -131,7 +129,6 @@ def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
 
 
 def equality(device: str, small: bool) -> list[dict[str, Any]]:
-    """Return, for each model in each dtype, the difference of logits and the share of equal tokens."""
     models = {"opt-125m": engines.MODELS["opt-125m"], "qwen2.5-0.5b": engines.MODELS["qwen2.5-0.5b"]}
     if small:
         models = {"llama, small": (LLAMA[0], LLAMA[1] | SMALL)}
@@ -150,7 +147,6 @@ def equality(device: str, small: bool) -> list[dict[str, Any]]:
 
 
 def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
-    """Compare the serving worker with the reference backend and with transformers."""
     requests = equal_requests(pair.spec)
     kind, place = DTYPES[dtype], torch.device(device)
     pair.own.prepack()
@@ -171,7 +167,6 @@ def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
 
 
 def served_pace(small: bool) -> list[dict[str, Any]]:
-    """Return predicted and measured figures of served plans, with the pace of their steps."""
     asked: dict[str, Any] = {"model": "opt-125m" if small else "llama-3.1-8b", "workload": "summarization"}
     started = time.perf_counter()
     seen: set[str] = set()
@@ -210,7 +205,6 @@ def served_pace(small: bool) -> list[dict[str, Any]]:
 
 
 def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
-    """Return the roofline of Llama 3.1 8B with decodes of about 1000 tokens, or of a small model."""
     from xgpt.resolve import load_model
 
     spec, _ = load_model("opt-125m" if small else "llama-3.1-8b")
@@ -221,7 +215,6 @@ def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
 
 
 def ahead(device: str, small: bool) -> dict[str, Any]:
-    """Return the seconds of each engine for the same requests, measured in turns."""
     dtype: RunDType = "float32" if device == "cpu" else "bfloat16"
     pair = twins(LLAMA[0], LLAMA[1] | (SMALL if small else {}), dtype, device)
     path = engines.make_workload("mixed", 8 if small else engines.NUM_REQUESTS, pair.spec.vocab_size, 0)
@@ -251,7 +244,6 @@ def ahead(device: str, small: bool) -> dict[str, Any]:
 
 
 def twins(kind: str, changes: dict[str, Any], dtype: DType, device: str) -> Twins:
-    """Return a model with random weights, and transformers' model with the same weights."""
     import transformers
 
     config = getattr(transformers, kind)(**changes)
@@ -282,7 +274,6 @@ def equal_requests(spec: ModelSpec) -> Requests:
 
 
 def generate(worker: Worker, requests: Requests) -> list[list[int]]:
-    """Return greedy tokens, computed with a token budget."""
     engine = Engine(OneLane(LaneSettings(mix=True, token_budget=TOKEN_BUDGET), Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
     for id_, (prompt, count) in enumerate(requests):
         engine.submit(Generation(id_, prompt, count))
@@ -319,14 +310,12 @@ def equal_share(tokens: list[list[int]], others: list[list[int]]) -> float:
 
 
 def transformers_tokens(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
-    """Return transformers' greedy tokens for a single request."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
     return out[0, len(prompt) :].tolist()
 
 
 def transformers_batch(model: Any, requests: Requests) -> None:
-    """Run transformers' continuous batching, with exactly the requested numbers of tokens."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)

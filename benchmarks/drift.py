@@ -202,7 +202,6 @@ def on_two_devices(name: str, num_requests: int, factor: float, seed: int, *, re
 
 
 def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: float, count: int) -> dict[str, float]:
-    """Simulate one workload on a machine whose steps take `slowdown` times as long as its profile states."""
     plan = lab.plan(workload, lab.bound(workload, factor))
     found: dict[str, float] = {"slowdown": slowdown, "requests": count}
     for kind, replan in (("without", False), ("with", True)):
@@ -280,7 +279,6 @@ def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *,
 
 
 def _is_well(row: dict[str, Any]) -> bool:
-    """Return whether a plan on two devices changed, within its policy, and no request suffered."""
     return bool(row["changes"]) and " " not in row["policies"] and not row["lost"] and not row["wrong"]
 
 

@@ -52,8 +52,6 @@ BEFORE, AFTER = 200, 1000
 
 
 def workload(mean_output: int) -> Workload:
-    """Return a workload with prompts of 100 tokens on average, and outputs of up to three times their mean. Longer
-    outputs are rarer."""
     rng = np.random.default_rng(0)
     inputs = np.clip(rng.lognormal(np.log(85), 0.6, 5000), 4, 400)
     outputs = np.clip(rng.lognormal(np.log(0.85 * mean_output), 0.6, 5000), 1, 3 * mean_output)
@@ -66,7 +64,6 @@ def _histogram(lengths: np.ndarray[Any, Any]) -> Histogram:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Save T5 with random weights, as `transformers` does."""
     import torch
     import transformers
 
@@ -77,8 +74,6 @@ def write_checkpoint(directory: Path) -> None:
 
 
 class Lab:
-    """Plans of the checkpoint on this machine."""
-
     def __init__(self, directory: Path, cluster: str, seconds: float) -> None:
         self._of: dict[str, Any] = {"model": directory, "cluster": cluster, "objective": "saturated"}
         self._seconds = seconds
@@ -99,7 +94,6 @@ class Lab:
         return round(BOUND_FACTOR * max(nearest), 2)
 
     def rows(self, lengths: Workload, bound_s: float) -> Iterator[Row]:
-        """Measure every policy's plan while requests always wait."""
         for bound in (None, bound_s):
             for policy in self._policies:
                 plan = self.plan(lengths, policy, bound)
@@ -107,7 +101,6 @@ class Lab:
                 yield _row(plan, "saturated", _bench(plan, wanted, None))
 
     def rates(self, plan: Plan) -> Iterator[Row]:
-        """Measure a plan while requests arrive."""
         for share in SHARES:
             rate = share * plan.estimate.throughput_rps
             report = _bench(plan, self._seconds * rate - outstanding_requests(plan), rate)
@@ -149,7 +142,6 @@ def _row(plan: Plan, load: str, report: BenchReport) -> Row:
 
 
 def replanned(plan: Plan) -> tuple[list[str], bool]:
-    """Return lines about a plan that is served while outputs become longer, and whether all checks passed."""
     before, after = workload(30), workload(90)
     phases = [Phase(before, BEFORE), Phase(after, AFTER)]
     run = real(plan, phases, np.random.default_rng(0))
@@ -172,8 +164,6 @@ PARTS = ("saturated", "rates", "change")
 
 
 class Kept:
-    """The results of each part, in a file of the work directory."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}

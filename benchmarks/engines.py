@@ -123,8 +123,6 @@ class Run(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests, the file of their results, and the file's future content."""
-
     workload: Path
     path: Path
     document: dict[str, Any]
@@ -194,7 +192,6 @@ def main(
 
 
 def begun(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of earlier calls for the same requests on the same machine, or an empty document."""
     if path.exists():
         document: dict[str, Any] = json.loads(path.read_text())
         if all(document.get(key) == value for key, value in about.items()):
@@ -203,14 +200,11 @@ def begun(path: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def empty(about: dict[str, Any]) -> dict[str, Any]:
-    """A document without runs."""
     parts: dict[str, Any] = {"floors": {}, "budgets": {}, "notes": {}, "failed": {}, "runs": []}
     return about | {"date": datetime.date.today().isoformat()} | parts
 
 
 def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> dict[str, dict[str, float]]:
-    """Return the machine's rates in each precision, and the least possible seconds for these requests at these
-    rates."""
     spec, requests = read_spec(checkpoint), json.loads(workload.read_text())
     lengths = [(len(request["prompt"]), request["num_output"]) for request in requests]
     return {dtype: {"seconds": floor_s(spec, lengths, dtype, rate), **rate._asdict()} for dtype, rate in rates.items()}
@@ -219,8 +213,6 @@ def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> di
 def run_all(
     commands: dict[str, str], checkpoint: Path, budgets: tuple[int, ...], loads: list[Load], rounds: int
 ) -> None:
-    """Start the engines, run them in turn, and record runs, budgets, notes and reasons for failures in the
-    documents."""
     running: dict[str, Engine] = {}
     try:
         for name, python in commands.items():
@@ -275,7 +267,6 @@ def make_checkpoint(model: str, seed: int) -> Path:
 
 
 def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, longest_first: bool = False) -> Path:
-    """Write the requests to a file."""
     assert isinstance(vocab_size, int)
     rng = np.random.default_rng(seed)
     inputs, outputs = (rng.integers(least, most + 1, num_requests) for least, most in WORKLOADS[kind])
@@ -300,7 +291,6 @@ def processor() -> str:
 
 
 def fastest_budget(python: str, name: str, checkpoint: Path, loads: list[Load], budgets: tuple[int, ...]) -> int:
-    """Return the budget of the engine's fastest run, after one run with each budget."""
     if len(budgets) == 1 or ENGINES[name].script not in BUDGETED:
         return budgets[0]
     seconds = {}
@@ -338,8 +328,6 @@ def _stolen_s() -> float:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the table: medians, ratios to xgpt's engine in float32, shares of the least time, and engines that
-    failed."""
     runs = [Run(**run) for run in document["runs"]]
     medians = {
         name: statistics.median(run.seconds for run in runs if run.engine == name)

@@ -72,7 +72,6 @@ def requests(count: int) -> list[ClientRequest]:
 
 
 async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
-    """Send one signal after another while requests run. Return the seconds until workers were ready again."""
     back: list[float] = []
     dealt: list[float] = []
     for worker, number in blows:
@@ -102,7 +101,6 @@ async def under_load(
 
 
 def undisturbed(count: int = ROUND) -> list[list[int]]:
-    """Return the tokens of an undisturbed engine, by request."""
     engine = build_engine(plan(one_lane([1])))
     tokens: list[list[int]] = [[] for _ in range(count)]
     for id_, request in enumerate(requests(count)):

@@ -109,7 +109,6 @@ class Row:
 
 
 def from_rates(name: str, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, workload: str, seed: int) -> Day:
-    """Return a day of Poisson arrivals whose rate changes."""
     rng = np.random.default_rng(seed)
     times = np.arange(0, seconds, 10.0)
     counts = rng.poisson(rate_at(times) * 10.0)
@@ -188,7 +187,6 @@ class ByUtilisation:
 
 
 def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
-    """Return the results of all ways to run the second day of a case, as far as time allows."""
     for seed in (0, 1):
         path = state / f"{case.name}.{seed}.json"
         if not path.is_file() and time.monotonic() < ends_s:
@@ -234,7 +232,6 @@ def _row(name: str, model: FleetModel, done: RecommendedDay, first: int) -> Row:
 
 
 def shown(rows: dict[str, Row]) -> list[Row]:
-    """Return the rows of a case's table, with only the best of the autoscalers by utilisation."""
     by_use = [row for name, row in rows.items() if name.startswith("utilisation")]
     good = [row for row in by_use if row.within >= ATTAIN]
     best = min(good, key=lambda row: row.device_hours) if good else max(by_use, key=lambda row: row.within)
@@ -242,7 +239,6 @@ def shown(rows: dict[str, Row]) -> list[Row]:
 
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
-    """Return the cases of synthetic days, and those whose traces are given."""
     place = ("qwen3-32b", "h100x8")
     found = [
         Case("sinusoid", sinusoid, *place, 25.0, 3.0, 60.0),
@@ -296,7 +292,6 @@ def main(
 
 
 def planned(path: Path) -> str:
-    """Return a text about the time to plan a day, or "" if it was not measured."""
     if not path.is_file():
         return ""
     planning = Planning(**json.loads(path.read_text()))

@@ -81,7 +81,6 @@ def good(rng: random.Random) -> Case:
 
 
 def varied(rng: random.Random) -> Case:
-    """Return a good request of any length."""
     body = COMPLETION | {"prompt": [1] * rng.randint(1, 60), "max_tokens": rng.randint(1, 12), "n": rng.randint(1, 2)}
     return Case(http("/v1/completions", json.dumps(body).encode()), must_succeed=True)
 
@@ -178,8 +177,6 @@ KINDS: dict[Callable[[random.Random], Case], int] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of all requests."""
-
     answers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """For each kind of request, how often each status, "closed", "left" or "hang" occurred."""
     failures: list[str] = field(default_factory=list)
@@ -193,7 +190,6 @@ class Outcome:
 
 
 async def fuzz(server: Running, num_requests: int, seed: int) -> Outcome:
-    """Send `num_requests` requests of all kinds, a few at a time, after a warm-up."""
     rng = random.Random(seed)
     kinds = rng.choices(list(KINDS), list(KINDS.values()), k=num_requests)
     num_warm = int(WARM_UP * num_requests)

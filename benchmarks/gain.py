@@ -78,8 +78,6 @@ class Case:
 
 
 def default_of(problem: Problem) -> Plan | None:
-    """Return the plan of the engine's defaults on the smallest groups with memory for the model, or None if none
-    fits."""
     devices, engine = problem.cluster.devices_per_node, problem.engine
     assert engine is not None and engine.token_budget is not None
     for tp in (t for t in (1, 2, 4, 8) if t <= devices):
@@ -102,12 +100,6 @@ def nearest_bound(problem: Problem) -> float:
 
 
 def case_of(pair: tuple[str, str], workload: str, bound: float | None, engine: EngineSpec, *, arrivals: bool) -> Case:
-    """Return one case, planned at every cost of mixed steps.
-
-    Raises:
-        InfeasibleError: the model does not fit.
-        InputError: the workload is longer than the model's context.
-    """
     asked = {"model": pair[0], "cluster": pair[1], "workload": workload, "engine": engine}
     problem = resolve(plan_request(**asked, objective="saturated"))
     bound_s = None if bound is None else bound * nearest_bound(problem)
@@ -148,7 +140,6 @@ def keys(part: str, *, quick: bool) -> list[Key]:
 
 
 def planned(key: Key, engine: EngineSpec, *, quick: bool) -> Case | None:
-    """Return a planned case, or None if the model does not fit or its context is too short."""
     *pair, workload, bound = key
     try:
         # Planning for arrivals takes seconds for each case, so it is done for one bound in three.
@@ -159,7 +150,6 @@ def planned(key: Key, engine: EngineSpec, *, quick: bool) -> Case | None:
 
 
 def read(path: Path) -> dict[Key, Case | None]:
-    """Return the cases of an earlier run."""
     if not path.exists():
         return {}
     found: dict[Key, Case | None] = {}
@@ -181,7 +171,6 @@ BY_MIXING = ("chosen", "over_uniform", "over_default")
 
 
 def summary(found: list[Case], engine: EngineSpec) -> str:
-    """Return the tables of docs/results/gain.md."""
     lines = [
         "| extra time of decodes in mixed steps | how often each policy is chosen | gain over uniform plans: median | "
         "largest | gain over defaults: median | largest |",
@@ -201,8 +190,6 @@ def summary(found: list[Case], engine: EngineSpec) -> str:
 
 
 def _by(found: list[Case], name: str, key: Callable[[Case], str]) -> Iterator[str]:
-    """Yield a table of the choices at each cost of mixing, and of the gains over uniform plans. Its rows group the
-    cases by a property."""
     columns = " | ".join(f"chosen at +{100 * mixing:.0f}% | gain" for mixing in MIXING)
     yield f"| {name} | cases | {columns} | chosen for arrivals |"
     yield "|---" * (3 + 2 * len(MIXING)) + "|"

@@ -74,7 +74,6 @@ def main(capability: int, as_json: bool) -> None:
 
 
 def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, Any]:
-    """Return the resources of a multiprocessor that one kernel uses."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -106,7 +105,6 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
 
 
 def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the types of the kernel's arguments, and its constants."""
     from xrunner.gpu.kernels import TYPES as DOT_TYPES
 
     kind = f"*{TYPES[shape.dtype]}"

@@ -63,7 +63,6 @@ class KillRow:
 
 
 def victim_of(server: Served, name: str) -> int:
-    """Return the id of the process to kill."""
     engine = server.engine
     assert engine is not None
     (launcher,) = (
@@ -79,7 +78,6 @@ def fresh() -> Iterator[Served]:
 
 
 async def one_kill(server: Served, row: KillRow, expected: list[list[int]]) -> None:
-    """Kill a process, and wait until a request is answered again."""
     streams = asyncio.create_task(replay(server.url, requests(STREAMS), concurrency=STREAMS)) if row.is_loaded else None
     await asyncio.sleep(0.3)
     os.kill(victim_of(server, row.victim), signal.SIGKILL)
@@ -96,7 +94,6 @@ async def one_kill(server: Served, row: KillRow, expected: list[list[int]]) -> N
 
 
 def kill_front(row: KillRow) -> None:
-    """Kill a front, and start another server."""
     with fresh() as server:
         began_s = time.monotonic()
         os.kill(server.process.pid, signal.SIGKILL)

@@ -56,7 +56,6 @@ class Size(NamedTuple):
 
 
 def sizes() -> Iterator[Size]:
-    """Yield all rows with their predictions."""
     with (FOLDER / "sizes.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             logged = float(row["kv_tokens"] or row["kv_gib"])
@@ -68,7 +67,6 @@ def sizes() -> Iterator[Size]:
 
 
 def command_of(row: dict[str, str]) -> str:
-    """Return the command that starts the engine with a row's settings."""
     stem, _, version = row["engine"].rpartition("-")
     if stem == "sglang":
         return f"sglang serve m --tp {row['tp']} --mem-fraction-static {row['share']}"

@@ -74,7 +74,6 @@ def placements(layers: int) -> dict[str, tuple[Stage, ...]]:
 
 
 def write_checkpoint(directory: Path, layers: int, hidden: int) -> None:
-    """Write a random model of OPT's shape in shards, as `transformers` saves it."""
     import transformers
 
     config = transformers.OPTConfig(
@@ -108,7 +107,6 @@ def write_checkpoint(directory: Path, layers: int, hidden: int) -> None:
 
 
 def drop_from_memory(directory: Path) -> None:
-    """Remove these files from the system's page cache."""
     for file in directory.glob("*.safetensors"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -121,7 +119,6 @@ def lanes(stages: Sequence[Stage]) -> Iterator[Lane]:
 
 
 def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list[float]:
-    """Return the bytes of weights of each device."""
     precision = Precision.of(dtype, "cpu")
     memories = [(LaneMemory(spec, load_cluster("local"), precision, lane, 16), lane) for lane in lanes(stages)]
     return [
@@ -195,7 +192,6 @@ def run(
     *,
     again: bool = False,
 ) -> Iterator[Row]:
-    """Yield the rows of some sizes and placements, read from results/ or measured now."""
     for name in sizes:
         path = RESULTS / f"{name}.json"
         kept = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []

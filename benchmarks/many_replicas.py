@@ -87,8 +87,6 @@ class Row:
 
 
 class Fleet:
-    """The replicas, as arrays of their waiting requests, running requests and cached prefixes."""
-
     def __init__(self, count: int, rng: np.random.Generator) -> None:
         self.count = count
         self.running = np.zeros(count, np.int64)
@@ -124,7 +122,6 @@ class Fleet:
         return step_s * (np.ceil(before / BUDGET) + queued), int(cached.sum())
 
     def step(self) -> None:
-        """Simulate one slot."""
         chunk = np.minimum(self._prompt_tokens, BUDGET)
         step_s = STEP_S + DECODE_S * self.running + TOKEN_S * chunk
         steps = SLOT_S / step_s
@@ -163,7 +160,6 @@ class Gateway:
         self.seen = fleet.load.astype(np.float64)
 
     def route(self, prefixes: Numbers) -> Numbers:
-        """Return a replica for each request."""
         count = len(prefixes)
         match self._routing:
             case "turns":
@@ -212,7 +208,6 @@ def simulate(
     seconds: float,
     seed: int = 0,
 ) -> Row:
-    """Return the results of a routing."""
     started = time.process_time()
     rng = np.random.default_rng(seed)
     fleet = Fleet(replicas, rng)

@@ -65,7 +65,6 @@ class Counts:
 
 
 def count(space: Space, counts: dict[str, Counts]) -> None:
-    """Add a placement's grid to the counts of its policy's variables."""
     columns = space.grid_points(NUM_POINTS)
     shape = [len(np.unique(columns[axis.variable.name])) for axis in space.axes]
     evaluation = space.evaluate(columns)
@@ -88,7 +87,6 @@ Count = Callable[[Sequence[Space], dict[str, Counts]], None]
 
 
 def count_swept(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
-    """Sweep each variable on some of the placements."""
     for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
         count(spaces[i], counts)
 
@@ -109,7 +107,6 @@ class WaaPoints(NamedTuple):
 
     @classmethod
     def on(cls, spaces: Sequence[Space], microbatches: int) -> list[WaaPoints]:
-        """Return, for each placement, the points for the encode batches that fit in memory."""
         largest = min(int(axis.values[-1]) for space in spaces for axis in space.axes)
         inside = spaces[0].lengths.mean_decodes + 1
         batches = np.unique(np.geomspace(1, max(1, largest / inside), NUM_POINTS).astype(int))

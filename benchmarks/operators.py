@@ -105,7 +105,6 @@ def _of_model(spec: ModelSpec, t: int, tables: imported.Tables, found: dict[str,
 
 
 def errors(kernels: Kernels, points_of_kind: list[Point]) -> np.ndarray:
-    """Return the relative errors of the datasheet's times."""
     return np.asarray([predict(kernels) / measured - 1 for predict, measured in points_of_kind])
 
 
@@ -115,7 +114,6 @@ def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency, dtype: DType) 
 
 
 def fit(cluster: ClusterSpec, found: dict[str, list[Point]], dtype: DType) -> Efficiency:
-    """Return the best set of efficiencies for the kind of device."""
     values = A40_EFFICIENCY.model_dump() | START
     for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce"):
         names = [n for n in PARAMETERS[kind] if not (kind == "prompt attention" and n == "attention_s")]

@@ -74,7 +74,6 @@ class Row(NamedTuple):
 
     @property
     def load(self) -> str:
-        """The load in words."""
         rate = self.report.arrival_rate_per_s
         return "saturated" if rate is None else f"{rate:.2f}/s"
 
@@ -152,7 +151,6 @@ def _plans(asked: dict[str, Any], policy: PolicyChoice, *, every: bool) -> Itera
 
 
 def _nearest_bound(subject: Problem) -> float:
-    """Return the tightest bound that every policy keeps."""
     nearest: list[float] = []
     policies: tuple[PolicyChoice, ...] = ("rra", "chunked", "orca", "static")
     able = runnable(policies, subject.model)
@@ -210,7 +208,6 @@ def _columns() -> list[str]:
 
 
 def _write(path: Path, rows: list[Row], profile: Profile, left_out: list[str]) -> None:
-    """Write the results so far, so that an interrupted run leaves its results."""
     document = [
         {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
         for row in rows

@@ -49,7 +49,6 @@ def main(profile: Path | None, path: Path | None, before: Path | None, page: Pat
 
 
 def stated(**asked: Any) -> dict[str, Any]:
-    """Return the figures that the plan of a request states."""
     started = time.process_time()
     plan = xgpt.plan(**asked)
     seconds, found = time.process_time() - started, plan.estimate.capacity

@@ -101,7 +101,6 @@ def page(work: Path, output: Path) -> None:
 
 @contextmanager
 def _part(work: Path, name: str) -> Iterator[list[str]]:
-    """Print lines and store them as a part of the page."""
     lines: list[str] = []
     yield lines
     text = "\n".join(lines) + "\n"
@@ -204,8 +203,6 @@ def _soaked(kv: str, requests: int, rng: np.random.Generator) -> tuple[int, floa
 
 
 class _Echo(OneAtATime):
-    """Answers every request with token 1."""
-
     def __init__(self) -> None:
         super().__init__()
         self._prompts: dict[int, int] = {}
@@ -387,7 +384,6 @@ def _planned(work: Path, trace: TraceLengths, memory_gib: float, bound_s: float)
 
 
 def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
-    """Return the figures of the simulated engine for the first requests, all of which wait from the start."""
     from xsimulator.run import requests_to_send, run_requests
 
     sent = trace.take(np.arange(requests_to_send(plan, count, saturated=True)))
@@ -396,7 +392,6 @@ def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *,
 
 
 def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
-    """Return the figures of this machine for the first requests, all of which wait from the start."""
     from xgpt.serving.engine_process import build_engine
     from xsimulator.executed import paces
     from xsimulator.run import requests_to_send

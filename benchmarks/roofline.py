@@ -59,7 +59,6 @@ class Point:
         what: the table to which the point belongs.
         bytes, flops: the least bytes and FLOPs of a step. Points that measure the machine's rates have only one of the
             two.
-        times: seconds of single calls.
     """
 
     what: str
@@ -99,7 +98,6 @@ def main(model: str, device: str | None, dtype: RunDType | None, seconds: float,
 def measure(
     spec: ModelSpec, device: str, dtype: RunDType, seconds: float, context: int = 128, batch: int = 16
 ) -> dict[str, Any]:
-    """Measure every point and the machine's two rates."""
     sizes = [("decode by batch", n, context) for n in BATCHES]
     sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
     sizes = [size for size in sizes if size[1] * size[2] <= most_tokens(spec, device, dtype)]
@@ -142,7 +140,6 @@ def most_tokens(spec: ModelSpec, device: str, dtype: RunDType) -> float:
 
 
 def rates(points: list[Point]) -> dict[str, float]:
-    """Return the machine's rates from points that have been timed."""
     return {
         "bytes_per_s": max(p.bytes / p.seconds for p in points if p.what == "memory"),
         "flops_per_s": max(p.flops / p.seconds for p in points if p.what == "product"),
@@ -166,7 +163,6 @@ def in_rounds(points: list[Point], seconds: float) -> None:
 
 
 def machine(device: str, dtype: RunDType) -> list[Point]:
-    """Return the points that measure the machine: reading memory, copying memory, and multiplying matrices."""
     source = torch.ones(READ[device], dtype=torch.float32, device=device)
     target, size = torch.empty_like(source), PRODUCT[device]
     state = state_dtype(dtype, device)
@@ -191,7 +187,6 @@ def decode(worker: Worker, dtype: RunDType, what: str, batch: int, context: int)
 
 
 def prompt(worker: Worker, dtype: RunDType, length: int) -> Point:
-    """Return a step of one whole prompt."""
     assert length <= SLICE_TOKENS
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(0, length)])
@@ -233,7 +228,6 @@ def attention_flops(spec: ModelSpec, context: float) -> float:
 
 
 def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
-    """Return a step's time with its floor."""
     floors = {"memory": point.bytes / rates["bytes_per_s"], "products": point.flops / rates["flops_per_s"]}
     limit = max(floors, key=floors.__getitem__)
     return {

@@ -56,7 +56,6 @@ def recursion(cost: Array, stages: int, microbatches: int) -> Array:
 
 
 def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[Lanes]:
-    """Yield lanes, a few of each shape."""
     size = LANES_A_SHAPE
     for _ in range(-(-num_lanes // size)):
         stages = int(np.exp(rng.uniform(np.log(2), np.log(20.9))))

@@ -98,7 +98,6 @@ def replanned(name: str) -> dict[str, Plan]:
 
 
 def cases(only: str | None) -> Iterator[tuple[str, Make]]:
-    """Yield each case's name, and the function that makes its plans."""
     for model, cluster, workloads in SCENARIOS:
         for workload in workloads if only in (None, model) else ():
             bounds = faster_transformer(problem(model, cluster, workload_of(workload, model))).bounds()
@@ -124,7 +123,6 @@ def _bound(bound_s: float | None) -> str:
 
 
 def text_of(make: Make) -> str:
-    """Return the plans as JSON without the search's duration, or the reason why there are none."""
     try:
         plans = make()
     except InfeasibleError as error:
@@ -138,7 +136,6 @@ def text_of(make: Make) -> str:
 
 
 def write(folder: Path, only: str | None) -> None:
-    """Write each case's plans to a separate file. Files of an interrupted run stay unchanged."""
     for name, make in cases(only):
         if not (path := folder / f"{name}.json").is_file():
             write_atomic(path, text_of(make))
@@ -146,7 +143,6 @@ def write(folder: Path, only: str | None) -> None:
 
 
 def written_at(commit: str, only: str | None) -> Path:
-    """Return the folder with a commit's plans, made with the commit's code and this tree's cases."""
     sha = _git("rev-parse", "--short=12", f"{commit}^{{commit}}").strip()
     folder = (RESULTS / sha).absolute()
     with tempfile.TemporaryDirectory() as tree:

@@ -124,7 +124,6 @@ def _runs(degrees: Sequence[int]) -> Iterator[str]:
 
 
 def searched(subject: Problem, ft_rps: float | None, choices: Choices) -> list[Row]:
-    """Return the row of each choice of policies under one bound."""
     rows = []
     bound_s = subject.constraint.latency_bound_s
     static: Plan | None = None
@@ -175,7 +174,6 @@ def task_rows(model: str, cluster: str, workload: str, choices: Choices) -> list
 
 
 def with_sweep(rows: list[Row]) -> list[Row]:
-    """Return the rows of a task with the results of a sweep, of all points or of a sample, under each row's bound."""
     first = rows[0]
     scheduler = Scheduler(task_problem(first.model, first.cluster, first.workload, None))
     bounds = [row.bound_s for row in rows]
@@ -196,7 +194,6 @@ def with_sweep(rows: list[Row]) -> list[Row]:
 
 
 def sweep_seconds(spaces: Sequence[Space]) -> float:
-    """Return about how many seconds it takes to predict all points of these spaces."""
     if not spaces:
         return 0.0
     largest = max(spaces, key=lambda space: space.num_points)
@@ -209,7 +206,6 @@ def sweep_seconds(spaces: Sequence[Space]) -> float:
 
 
 def swept(spaces: Sequence[Space], bounds: Sequence[float | None], *, everything: bool) -> list[float]:
-    """Return a policy's highest throughput under each bound, among all its points or a sample."""
     rng = np.random.default_rng(0)
     best = np.zeros(len(bounds))
     for space in spaces:
@@ -269,8 +265,6 @@ def _swept(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each model, cluster and choice of policies, and a table with a line for each
-    search."""
     lines = [
         "| model, devices | policies | searches | plan over FT, mean (range) | plan over static, mean | chosen "
         "policies | "
@@ -336,7 +330,6 @@ def path_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES)
 
 
 def rows_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES, *, again: bool = False) -> list[Row]:
-    """Return a task's rows, read from its file or searched for now."""
     path = path_of(model, cluster, workload, choices)
     if path.is_file() and not again:
         return [Row(**row) for row in json.loads(path.read_text())]

@@ -212,7 +212,6 @@ def _with_budget(plan: Plan, factor: float) -> Plan:
 
 
 def unseen_rate(plans: list[Plan], profile: Profile) -> float:
-    """Return the highest rate that one of the plans keeps on the draw that no search has seen."""
     best = 0.0
     for plan in plans:
         most, first = 1.3 * plan.estimate.throughput_rps, best or 0.9 * rate_of(plan)
@@ -272,7 +271,6 @@ def best_fixed(subject: Problem) -> Plan | None:
 
 
 def fixed_budgets(subject: Problem) -> list[Plan]:
-    """Return the planner's plan with a fixed budget, and its plans under tighter bounds on TPOT."""
     constraint = subject.constraint
     assert constraint.tpot_s is not None
     found = []

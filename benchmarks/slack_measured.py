@@ -71,7 +71,6 @@ def main(
 def predictions(
     model: str, workload: str, pairs: tuple[tuple[float, float], ...], given: str | None
 ) -> list[dict[str, Any]]:
-    """Make each kind of plan under each pair of bounds, given as in `FACTORS`."""
     free = resolve(plan_request(model=model, workload=workload, profile=given, headroom=0.0))
     if given is None:
         measured_profile(free.model, None, free.cluster)
@@ -97,7 +96,6 @@ def predictions(
 
 
 def run(path: Path, seconds: float, engine: EngineKind) -> None:
-    """Serve the case with the highest predicted gain until all rates are found or the time is over."""
     cases = json.loads(path.read_text())
     case = max(cases, key=_gain)
     started = time.perf_counter()

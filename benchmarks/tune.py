@@ -127,7 +127,6 @@ class Outcome(NamedTuple):
 
 
 def tuned(machine: Machine, model: EngineModel, seed: int) -> Outcome:
-    """Measure what `xgpt tune` would measure."""
     tuner = Tuner(model, seed=seed)
     rates: list[float] = []
     verdict = tuner.standing()
@@ -191,7 +190,6 @@ STRATEGIES = {"tune": tuned} | {
 
 
 def problem_of(rng: np.random.Generator) -> Problem:
-    """Draw a problem: a model on one device, a workload, and bounds on TTFT and TPOT."""
     model, cluster = PLACES[rng.integers(len(PLACES))]
     asked: dict[str, Any] = {
         "model": model,
@@ -239,7 +237,6 @@ def needed(shares: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of all strategies, and how often the proof was true."""
     lines = ["strategy   needed: median, 90%   found   regret after 3, 6, 12 (mean)   measurements (median)"]
     for name in STRATEGIES:
         counts = [needed(row[name]["shares"]) for row in rows]

@@ -85,7 +85,6 @@ def resolve(model: str, layers: int, profile_path: str | None) -> Problem:
 
 
 def placement(plan: Plan) -> str:
-    """Return the layers x devices of each stage."""
     stages = [
         f"{stage.lane} {stage.decode_layers[1] - stage.decode_layers[0]}x{stage.tp}".removeprefix("both ")
         for stage in plan.stages

@@ -175,7 +175,6 @@ def _first_process(host: str) -> Iterator[int]:
 
 
 def child(pid: int) -> int | None:
-    """Return the id of a process's only child, such as the command that `nsenter` has started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
 
@@ -188,20 +187,17 @@ def terminate(server: subprocess.Popen[str]) -> None:
 
 
 def on_host(number: int, command: list[str]) -> list[str]:
-    """Return the command line that runs a command on one of the hosts."""
     first = first_processes[HOSTS[number]]
     return ["nsenter", f"--target={first}", "--net", "--uts", "--pid", "--mount", f"--wd={Path.cwd()}", *command]
 
 
 def wire_bytes() -> int:
-    """Return how many bytes the first host's interface has sent and received."""
     (link,) = json.loads(ip("-n", HOSTS[0], "-j", "-s", "link", "show", INTERFACE))
     return int(link["stats64"]["rx"]["bytes"]) + int(link["stats64"]["tx"]["bytes"])
 
 
 @contextmanager
 def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Serve one plan on both hosts. Yield the URL of the first host, valid in its namespace, and both servers."""
     path = directory / "plan.json"
     path.write_text(dump_json(what))
     servers: list[subprocess.Popen[str]] = []
@@ -233,7 +229,6 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
 
 
 def start(number: int, path: Path, engine: str) -> subprocess.Popen[str]:
-    """Start a host's part of the plan in the file `path`."""
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", "--engine", engine]
     if engine == "vllm":
         command += ["--nnodes", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]]
@@ -248,7 +243,6 @@ def environment() -> dict[str, str]:
 
 
 def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
-    """Make a host a node of the Ray cluster whose head is the first host."""
     head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
     command += [f"--node-ip-address={ADDRESSES[number]}", f"--temp-dir={directory / str(number)}"]
@@ -257,7 +251,6 @@ def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
 
 
 def processes(number: int) -> dict[str, int]:
-    """Return the latest process of each kind on a host."""
     kinds = {pid: kind for pid in map(int, ip("netns", "pids", HOSTS[number]).split()) if (kind := _kind(pid))}
     for launcher in [pid for pid, kind in kinds.items() if kind == LAUNCHER]:
         with suppress(OSError):
@@ -266,8 +259,6 @@ def processes(number: int) -> dict[str, int]:
 
 
 def _kind(pid: int) -> str | None:
-    """Return the first of `KINDS` that a process's command line contains, or None if there is none or the process has
-    ended."""
     try:
         line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
@@ -276,7 +267,6 @@ def _kind(pid: int) -> str | None:
 
 
 def listening(number: int) -> list[str]:
-    """Return the listening TCP sockets of a host, with their programs."""
     lines = subprocess.check_output(on_host(number, ["ss", "-ltnpH"]), text=True).splitlines()
     return sorted(f"{line.split()[3]} {', '.join(re.findall(PROGRAM, line))}" for line in lines)
 
@@ -291,12 +281,10 @@ def _url(server: subprocess.Popen[str], directory: Path) -> str:
 
 
 def _said(directory: Path) -> list[str]:
-    """Return what the first host's server has written."""
     return (directory / "0.log").read_text().splitlines()
 
 
 def sent(metrics: str) -> dict[str, dict[str, int]]:
-    """Return the bytes that the server's metrics report, by kind and process."""
     names = {"xgpt_control_bytes": "control", "xgpt_tensor_bytes": "tensor"}
     return {
         names[family.name]: {

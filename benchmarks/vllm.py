@@ -103,7 +103,6 @@ def main(
 
 
 def default_plan(subject: Problem) -> Plan:
-    """Return the plan for vLLM's own scheduler with the most requests that keep the bound."""
     planner = scheduler(subject, "exhaustive")
     placement = planner.candidates.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
     batches = np.arange(1, MAX_BATCH + 1)
@@ -175,7 +174,6 @@ def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
 
 
 def row(kind: str, plan: Plan, report: BenchReport) -> list[str]:
-    """Return a line of the table in docs/results/vllm.md."""
     figures = {figure.metric: figure for figure in report.figures}
     cells = [kind, settings_text(plan), report.plan_sha256[:8]]
     for metric in ("throughput_rps", "latency_s"):

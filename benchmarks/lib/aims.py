@@ -31,7 +31,6 @@ class Checked(NamedTuple):
 
 
 def checked(report: BenchReport) -> dict[str, Checked]:
-    """Return the result for each figure that has an aim."""
     found = {}
     for figure in report.figures:
         name = "ttft" if figure.metric in ("ttft_s", "ttft_mean_s") else figure.metric

@@ -23,11 +23,7 @@ NUM_BOUNDS = 7
 
 
 def rows(problem: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
-    """Return a line for each bound of one task, the tightest first, and how often a looser bound had a worse result.
-
-    Args:
-        latencies: FasterTransformer's latencies.
-    """
+    """Return a line for each bound of one task, the tightest first, and how often a looser bound had a worse result."""
     subject = problem
     lines, fallen, best_rps = [], 0, 0.0
     for bound_s in np.geomspace(*np.quantile(latencies, (0.1, 0.7)), NUM_BOUNDS).tolist():
@@ -56,7 +52,6 @@ def _found(plan: Plan) -> str:
 
 
 def show(tasks: Sequence[tuple[Problem, Sequence[float]]]) -> None:
-    """Print the table."""
     click.echo(
         "model      cluster  workload          bound  policy   settings        req/s latency   error simulated"
         "           s  cpu s"

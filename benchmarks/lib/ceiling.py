@@ -30,11 +30,7 @@ LARGEST_STEP = 16384
 
 
 def ceiling(plan: Plan, profile: Profile, seed: int, num_requests: int) -> float:
-    """Return the arrival rate, in requests a second, that no scheduling rule exceeds on this plan's placement.
-
-    Args:
-        seed, num_requests: seed and size of the draw of lengths and arrivals.
-    """
+    """Return the arrival rate, in requests a second, that no scheduling rule exceeds on this plan's placement."""
     plan = with_step_times(plan, profile)
     return min(fluid(plan), prompts_in_time(plan, Trial(plan, profile, seed, least_requests=num_requests)))
 

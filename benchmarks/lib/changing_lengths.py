@@ -139,11 +139,7 @@ def simulated(
     replan: bool = True,
     slowdown: float = 1.0,
 ) -> Run:
-    """Run a closed loop that keeps the engine saturated, on the simulated clock.
-
-    Args:
-        slowdown: ratio of the machine's step times to the profile's.
-    """
+    """Run a closed loop that keeps the engine saturated, on the simulated clock."""
     schedule = policies.build(plan)
     requests = requests_of(phases, rng)
     engine = SimulatedEngine(schedule, clock_of(plan, profile.slowed(slowdown), schedule), [])
@@ -218,7 +214,6 @@ def is_lost(result: ClientResult, request: ClientRequest) -> bool:
 
 
 def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:
-    """Return the workload with its lengths multiplied by a factor (at least 1 token)."""
     parts = {}
     for name in ("input", "output"):
         histogram: Histogram = getattr(workload, name)

@@ -13,7 +13,6 @@ PACKAGES = ("numpy", "numba", "scipy")
 
 
 def commit() -> str:
-    """Return the commit that is checked out."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 

@@ -37,7 +37,6 @@ class OtherWork:
 
 @contextmanager
 def beside(kind: str, cores: float) -> Iterator[OtherWork]:
-    """Run other work until the block ends, or none if `cores` is 0."""
     if not cores:
         yield OtherWork(None)
         return

@@ -52,7 +52,6 @@ class Attacked:
 
 
 def run(*words: str) -> str | None:
-    """Return what a command prints, or None if it refuses."""
     result = CliRunner().invoke(cli, list(words))
     if result.exception is not None and not isinstance(result.exception, (SystemExit, XgptError)):
         raise result.exception
@@ -87,7 +86,6 @@ def attack(path: Path, plan: Plan, others: Iterator[Plan], scale: float = 1.0) -
 
 
 def drawn(rng: np.random.Generator, folder: Path) -> list[str]:
-    """Return the words of a random problem: model, devices, policy, lengths, memory and objective."""
     model, cluster, devices = SETUPS[int(rng.integers(len(SETUPS)))]
     lengths = {}
     for name, longest in (("input", 1200), ("output", 160)):
@@ -104,7 +102,6 @@ def drawn(rng: np.random.Generator, folder: Path) -> list[str]:
 
 
 def planned(path: Path, words: list[str]) -> Plan | None:
-    """Return the plan that `xgpt plan` writes, or None if it refuses the problem."""
     bound = [] if "--latency-bound" in words else ["--latency-bound", "inf"]
     return None if run("plan", *words, *bound, "--force", "-o", str(path)) is None else json.loads(path.read_text())
 
@@ -166,7 +163,6 @@ def larger(value: int, factor: float) -> int:
 
 
 def edited(plan: Plan, **settings: int) -> Plan:
-    """Return the plan with other settings, and with those fields of its estimate that the engine reads."""
     policy, workload = plan["policy"] | settings, plan["workload"]
     prompt = float(np.dot(workload["input"]["lengths"], workload["input"]["probabilities"]))
     outputs, shares = np.asarray(workload["output"]["lengths"]), np.asarray(workload["output"]["probabilities"])

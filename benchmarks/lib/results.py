@@ -38,7 +38,6 @@ class Result(BaseModel):
     rows: list[list[str]]
 
     def lines(self) -> Iterator[str]:
-        """Yield the Markdown of the claim, the table and its origin."""
         yield self.claim.format(**self.figures)
         yield from ("", f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}")
         yield from (f"| {' | '.join(row)} |" for row in self.rows)
@@ -46,7 +45,6 @@ class Result(BaseModel):
 
 
 def stored(page: str) -> dict[str, Result]:
-    """Return the results of a page by name."""
     path = STORED / f"{page}.json"
     return {name: Result(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
 
@@ -75,13 +73,11 @@ def record(name: str, claim: str, table: Iterable[str], **figures: object) -> No
 
 
 def keep(page: str, results: Mapping[str, Result]) -> None:
-    """Store all results of a page."""
     document = {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in results.items()}
     write_atomic(STORED / f"{page}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def write(page: str) -> None:
-    """Write the stored results into their places on a page."""
     path = PAGES / f"{page}.md"
     write_atomic(path, filled(path.read_text(encoding="utf-8"), stored(page)))
 

@@ -55,7 +55,6 @@ TCP_LISTEN = "0A"
 
 
 def one_lane(degrees: Sequence[int], layers: int = SPEC.num_layers) -> tuple[Stage, ...]:
-    """Return a pipeline of stages with these tensor-parallel degrees."""
     return _lane("both", degrees, layers, 0)
 
 
@@ -114,7 +113,6 @@ PLANS = {
 
 
 def parser(description: str, num_requests: int) -> argparse.ArgumentParser:
-    """Return the parser of the options of a benchmark that runs these plans."""
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--requests", type=int, default=num_requests)
     arguments.add_argument("--plan", choices=PLANS, help="only this one")
@@ -212,7 +210,6 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
 
 
 def listening(session: int) -> dict[str, tuple[str, int]]:
-    """Return the address and port of each listening socket of a server's session, by inode."""
     ports = set()
     for process in _session(session):
         with contextlib.suppress(OSError):
@@ -223,14 +220,11 @@ def listening(session: int) -> dict[str, tuple[str, int]]:
 
 
 def left_over(session: int, sockets: Collection[str]) -> list[str]:
-    """Return the processes, zombies included, and those of these listening sockets that a server's session has left
-    behind."""
     processes = [f"process {process.name}" for process in _session(session)]
     return processes + [f"socket {inode}" for inode in _listening_here().keys() & set(sockets)]
 
 
 def _session(session: int) -> list[Path]:
-    """Return the entries in /proc of a session's processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -241,7 +235,6 @@ def _session(session: int) -> list[Path]:
 
 
 def _listening_here() -> dict[str, tuple[str, int]]:
-    """Return the address and port of every listening TCP socket of this machine, by inode."""
     lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
     return {fields[9]: _address(fields[1]) for fields in lines if len(fields) > 9 and fields[3] == TCP_LISTEN}
 

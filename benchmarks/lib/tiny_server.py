@@ -79,14 +79,11 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
 
 @dataclass(slots=True)
 class Running:
-    """A running server, and its report on free blocks after it has ended."""
-
     port: int
     pid: int
     last_words: dict[str, int] = field(default_factory=dict)
 
     def rss_bytes(self) -> int:
-        """Return the bytes of resident memory (only on Linux)."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -128,7 +125,6 @@ def _port(process: subprocess.Popen[str], errors: IO[str]) -> int:
 
 
 def _lines(file: IO[str]) -> list[str]:
-    """Return the complete lines of a file."""
     file.seek(0)
     return file.read().split("\n")[:-1]
 

@@ -112,7 +112,6 @@ class Store:
         self._made = {name: entries for name, commit, entries in kept if commit == self.commit}
 
     def get(self, name: str, part: Part) -> list[Found]:
-        """Return a part's stored results, or compute them."""
         if name not in self._made:
             self._made[name] = [["claim" if isinstance(one, Claim) else "table", asdict(one)] for one in part.make()]
             if self._path is not None:
@@ -131,7 +130,6 @@ def _read(kind: str, fields: dict[str, Any]) -> Found:
 
 
 def _commit() -> str:
-    """Return the commit of the running code, with a plus if files differ from it."""
     command = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
 

@@ -160,7 +160,6 @@ def waa(times: Times, blocks: int, bound_s: float, micro: int) -> list[dict[str,
 
 
 def compared(space: tuple[Any, ...], bound_s: float, folder: Path) -> dict[str, Any] | None:
-    """Return the rates of the product's plan and of the brute force's best settings on the simulated engine."""
     kind, model, cluster, lengths, placement, _ = space
     path = folder / "plan.json"
     words = f"--model {model} --cluster {cluster} --workload {lengths} --policy {kind} --headroom 0 --devices "

@@ -43,7 +43,6 @@ Found = Claim | Table
 
 
 def within(source: str, what: str, paper: float, ours: float, tolerance: float, unit: str, why: str = "") -> Claim:
-    """Return the claim that xgpt's figure equals the paper's, up to a relative tolerance."""
     space = "" if unit == "x" else " "
     return Claim(
         source,
@@ -58,7 +57,6 @@ def within(source: str, what: str, paper: float, ours: float, tolerance: float, 
 
 
 def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: str = "") -> Claim:
-    """Return the claim that xgpt's figure is at least the paper's."""
     space = "" if unit == "x" else " "
     held_if = f"at least {paper:.3g}{space}{unit}"
     shown = f"{ours:.3g}{space}{unit}"
@@ -71,7 +69,6 @@ def judged(source: str, what: str, paper: str, ours: str, held_if: str, holds: b
 
 
 def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
-    """Return the lines of claims, each with the name of its part."""
     rows = [
         "| source | what | paper | ours | ours / paper | holds if | holds | assumption that decides | part |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -169,7 +169,6 @@ def _range(spans: Sequence[Span]) -> float:
 
 
 def waa_placement(scheduler: Scheduler, degrees: list[list[int]], microbatches: int) -> Placement:
-    """Return WAA's placement with these tensor-parallel degrees of the stages of both lanes."""
     return next(
         space.placement
         for space in scheduler.candidates.spaces("waa")
@@ -246,7 +245,6 @@ def _is_small(model: str) -> bool:
 
 
 def _over(row: Row, *, at_quantile: bool = False, only: str | None = None) -> float | None:
-    """Return xgpt's throughput relative to FT's, or None if one of them does not keep the bound."""
     ft = row.ft_at_quantile_rps if at_quantile else row.ft_rps
     ours = row.throughput_rps if only is None else row.by_policy.get(only, 0.0)
     return ours / ft if ft and ours else None

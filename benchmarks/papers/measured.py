@@ -134,7 +134,6 @@ def tcb_served() -> Iterator[Found]:
 
 
 def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
-    """Return the rows from the requests a second of each layout and batch size in each round."""
     middle = {case: float(np.median(values)) for case, values in seen.items()}
     rps = {layout: middle[layout, BATCH, "fcfs"] for layout in LAYOUTS}
     over = rps["rows"] / middle["padded", TNB_BATCH, "fcfs"]

@@ -39,7 +39,6 @@ RATES = (0.1, 0.185, 0.3, 0.49, 1.0, 2.0, 4.0, 6.81, 8.0, 10.0, 12.0)
 
 
 def problem_of(model: str, workload: Workload) -> Problem:
-    """Return the problem of a model on as many machines as in the paper, or on one device."""
     cluster = load_cluster(CLUSTER).model_copy(update={"num_nodes": STAGES.get(model, 1)})
     return problem(model, cluster, workload)
 
@@ -336,7 +335,6 @@ def figure_10c() -> Iterator[Found]:
 
 
 def _figure_10(name: str, model: str) -> Iterator[Found]:
-    """Compare the curves of one model with the paper's statements."""
     workload = workload_of("orca", model)
     runs = {name_: system(kind, workload, size, model) for name_, (kind, size) in SYSTEMS.items()}
     medians = {name_: 1e3 * curve(ends, workload) for name_, ends in runs.items()}

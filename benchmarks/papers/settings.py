@@ -31,14 +31,12 @@ def workload_of(task: str, model: str) -> Workload:
 
 
 def observed(lengths: npt.NDArray[np.int_]) -> Histogram:
-    """Return the histogram of observed lengths."""
     values, counts = np.unique(lengths, return_counts=True)
     probabilities = counts / counts.sum()
     return Histogram(lengths=tuple(values.tolist()), probabilities=tuple(probabilities.tolist()))
 
 
 def cut(histogram: Histogram, longest: int) -> Histogram:
-    """Return the histogram without lengths above `longest`."""
     kept = [(n, p) for n, p in zip(histogram.lengths, histogram.probabilities, strict=True) if n <= longest]
     total = sum(p for _, p in kept)
     return Histogram(lengths=tuple(n for n, _ in kept), probabilities=tuple(p / total for _, p in kept))
@@ -60,7 +58,6 @@ def problem(model: str, cluster: str | ClusterSpec, workload: Workload, bound_s:
 
 
 def best(subject: Problem, kinds: Sequence[str]) -> Plan | None:
-    """Return the best plan, or None if no schedule keeps the bound."""
     try:
         return Scheduler(subject).best(kinds)
     except InfeasibleError:

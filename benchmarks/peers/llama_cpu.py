@@ -29,7 +29,6 @@ SLOTS, SLOT_TOKENS = 16, 1088
 
 
 def convert(checkpoint: Path, kind: gguf.GGMLQuantizationType, target: Path) -> None:
-    """Write the checkpoint as GGUF."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in FAMILIES:
         raise SystemExit(f"llama.cpp has no model {config['model_type']}")

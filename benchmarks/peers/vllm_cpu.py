@@ -39,7 +39,6 @@ EIGHT_BITS = {
 
 
 def quantise(checkpoint: Path, target: Path) -> None:
-    """Write the checkpoint with matrices in eight bits."""
     target.mkdir()
     weights = {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():

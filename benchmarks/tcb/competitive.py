@@ -77,7 +77,6 @@ def draw(case: Case, rng: np.random.Generator) -> Instance:
 
 
 def order_of(eta: float | None, row_tokens: int) -> Order:
-    """Return DAS with this eta, or shortest first for None."""
     return SortedOrder(lambda one: one.input_length) if eta is None else DasOrder(row_tokens, eta)
 
 

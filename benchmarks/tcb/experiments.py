@@ -72,7 +72,6 @@ def v100(dtype: DType, step_s: float = 0.0) -> Machine:
 
 
 def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[list[Request]], Demand]:
-    """Return rows filled from a long queue in order of arrival."""
     demand = draw(1e6, 3 * num_rows * row_tokens / MEAN / 1e6, variance, (1.0, 1.0))
     queue = make_queue("fcfs")
     for one in demand.requests:

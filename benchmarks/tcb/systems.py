@@ -65,7 +65,6 @@ class Machine:
         return self._now
 
     def skip_to(self, time_ns: int) -> None:
-        """Advance the clock to this time."""
         self._now = max(self._now, time_ns)
 
     def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None:
@@ -155,7 +154,6 @@ class System:
 
 
 def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
-    """Form batches with one request in each row."""
     chosen: list[Request] = []
     while len(chosen) < system.num_rows and (row := queue.fill_row(system.row_tokens)):
         chosen += row
@@ -201,7 +199,6 @@ def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
 
 
 def form_flattened(system: System, queue: Queue) -> Iterable[Job]:
-    """Form batches of the requests in TCB's rows, without padding."""
     chosen = [one for row in system.rows(queue) for one in row]
     yield chosen, lambda: system.machine.run_flattened(chosen, system.output_lengths)
 
@@ -235,7 +232,6 @@ class Outcome:
         return self.utility / self.seconds
 
     def add(self, requests: Iterable[Request], end_ns: int) -> None:
-        """Add requests that were scheduled in time and whose batch has ended."""
         for one in requests:
             assert one.deadline_ns is not None
             self.started += 1

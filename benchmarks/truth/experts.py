@@ -91,7 +91,6 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
 
 
 def stored_in(raw: dict[str, str]) -> Stored | None:
-    """Return the format of a row's weights, or None if it is the model's own."""
     name, stored = MODELS[raw["model_path"]]
     if raw["moe_quant_mode"] == "nvfp4":
         return NVFP4.get(name, stored)

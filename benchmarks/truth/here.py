@@ -35,7 +35,6 @@ def rows(folder: Path, most: int | None) -> Iterator[Row]:
 
 
 def folder_of(measured: Path | None) -> Path | None:
-    """Return the folder of the command's results: the user's, or the default."""
     for folder in (measured, Path("results")):
         if folder is not None and any(folder.glob("prediction*.json")):
             return folder

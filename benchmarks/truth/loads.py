@@ -62,7 +62,6 @@ class Served:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model, with its weights as stored."""
         return _model(self.model, self.stored, self.skew)
 
     @property
@@ -244,11 +243,7 @@ def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], pat
 
 
 def needs(served: Served, longest: int) -> None:
-    """Check that the longest request of a load fits in memory.
-
-    Raises:
-        InputError: the longest request does not fit.
-    """
+    """Check that the longest request of a load fits in memory."""
     blocks = served.kv
     if blocks.of(longest) > blocks.blocks:
         raise InputError("tp", served.tp, "its memory does not hold the longest request")

@@ -21,9 +21,6 @@ def table(rows: list[Row], *, by_group: bool = False) -> str:
     """Return a table of the errors in percent of rows without fitted figures, and of rows to which figures were fitted.
 
     The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias).
-
-    Args:
-        by_group: whether to add a line for each model and device.
     """
     lines, by_kind = [HEADER], {}
     for row in rows:
@@ -108,7 +105,6 @@ def coverage(rows: list[Row], seed: int) -> str:
 
 
 def plot(rows: list[Row]) -> str:
-    """Return an SVG picture of predicted over measured values on logarithmic scales, with a colour for each source."""
     points = [
         (row.source, quantity, row.measured[quantity], value)
         for row in rows

@@ -30,7 +30,6 @@ Figures = dict[str, float]
 
 
 def cell_of(served: Served, load: str) -> Cell:
-    """Return the cell of a replica under a kind of load."""
     family = "dense" if served.model_spec.experts is None else "experts"
     device = load_cluster(served.cluster).device.name
     return Cell(load, served.spec.framework, family, device, "imported" if served.imported else "analytic")
@@ -276,7 +275,6 @@ which the template for this version was added)."""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
-    """Return the engine of a row, and its settings that differ from the defaults."""
     name = ENGINES[raw["backend"]]
     if raw["model_path"] == INFERENCEX and raw["backend"] == "vllm":
         return name, (("schedules_ahead", True),)
@@ -284,7 +282,6 @@ def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
 
 
 def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
-    """Return the settings of a row's engine that differ from the defaults."""
     if raw["backend"] == "sglang":
         return (("mixes", True),) if is_aligned(raw) and _version(raw["backend_version"]) >= MIXED_FROM else ()
     if raw["backend"] != "trtllm":
@@ -304,7 +301,6 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def budget_of(raw: dict[str, str]) -> int:
-    """Return the largest number of tokens in a step."""
     if not is_aligned(raw):
         return BUDGETS[raw["backend"]]
     prompt = count_of(raw["isl"]) + SPARE_TOKENS
@@ -332,7 +328,6 @@ def count_of(text: str) -> int:
 
 
 def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
-    """Return the row with the predicted TTFT and TPOT of its clients, or with the reason why nothing is predicted."""
     inputs, outputs = lengths_of(raw)
 
     def predict() -> Figures:
