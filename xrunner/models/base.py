@@ -22,7 +22,6 @@ class DecoderLayer(nn.Module):
     output to the hidden states.
 
     Args:
-        norm: builds a norm.
         norms_results: whether the output of each block goes through another norm before it is added (Gemma).
     """
 
@@ -56,7 +55,6 @@ class DecoderLayer(nn.Module):
 
 
 def attend_to(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
-    """Compute the attention of a layer. Return only the results of the tokens in `rows`."""
     return attend(q, k, v, scoring=scoring)[rows]
 
 
@@ -77,10 +75,6 @@ class Model(nn.Module):
             all experts. The tensor's first index is the expert. Matrices are [in, out].
         checkpoint_copies: for each tensor that a checkpoint may store more than once, the names of its copies.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
-        first_modules: modules that only the first stage of a pipeline needs.
-        last_modules: modules that only the last stage of a pipeline needs.
-        has_embedding, has_head: whether this is a pipeline's first stage, and whether it is the last.
-        runs_decoder: False for an encoder whose decoder runs elsewhere.
         first_layers: for each list of layers, the checkpoint's number of the list's first layer. Other lists begin at
             0.
     """
@@ -120,7 +114,6 @@ class Model(nn.Module):
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
-        """Return the scale, soft cap and window of a layer's attention."""
         spec = self.spec
         window = None if layer in spec.full_attention_layers else spec.sliding_window
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
@@ -155,12 +148,11 @@ class Model(nn.Module):
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Pack all projections for the device (`xrunner.packing`). Weights cannot be loaded after this."""
+        """Weights cannot be loaded after this."""
         for projection in self.projections():
             projection.prepack(dtype, layouts)
 
     def projections(self) -> Iterator[Linear]:
-        """Yield all linear layers."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:

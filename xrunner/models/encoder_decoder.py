@@ -2,9 +2,8 @@
 
 In a batch, a new sequence consists of its whole prompt and the decoder's start token. A decoding sequence consists of
 its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are computed once. The
-slots after the prompt's hold the keys and values of the decoder's self-attention. So a request takes as many blocks as
-in a decoder-only model. The encoder's own keys and values are needed only within one layer of one step. They have a
-temporary cache.
+slots after the prompt's hold the keys and values of the decoder's self-attention. The encoder's own keys and values are
+needed only within one layer of one step. They have a temporary cache.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class CrossLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """An encoder's or a decoder's layers, the position bias that they share, and the norm after them."""
-
     def __init__(self, layers: Iterable[nn.Module], position_bias: RelativeBias, final_norm: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -90,7 +87,6 @@ class EncoderDecoderModel(Model):
         )
 
     def drop_decoder(self) -> None:
-        """Drop all parts except the embedding and the encoder."""
         self.runs_decoder = False
         del self.decoder, self.lm_head
 
@@ -133,11 +129,7 @@ class EncoderDecoderModel(Model):
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
     def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
-        """Return the attention function that all encoder layers use, for prompts of these lengths.
-
-        Args:
-            hidden: any tensor. Keys and values get its dtype and device.
-        """
+        """Return the attention function that all encoder layers use, for prompts of these lengths."""
         batch = reading_batch(lengths)
         num_blocks = int(batch.block_tables.max()) + 1
         cache = hidden.new_empty(2, num_blocks, self.spec.num_kv_heads, READING_BLOCK, self.spec.head_dim)
@@ -172,7 +164,6 @@ class EncoderDecoderModel(Model):
         return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def own_bias(self, decoded: Batch) -> PositionBias:
-        """Return the position bias of the decoder's self-attention, the same in all layers."""
         assert decoded.prompt_len is not None
         return self.decoder.position_bias.of_places(int((decoded.context_len - decoded.prompt_len).max()))
 
@@ -182,7 +173,6 @@ class EncoderDecoderModel(Model):
 
 
 def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:
-    """Return a layer's attention function, which adds `bias` to the scores."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         return backend.forward(q, k, v, cache, batch, scoring._replace(bias=bias))

@@ -17,7 +17,6 @@ from xrunner.models.layers import Empty, GatedMlp, parameter
 
 
 def of_one_expert(spec: ModelSpec) -> ModelSpec:
-    """Return the model's spec with the feed-forward size of one expert."""
     assert spec.experts is not None
     return spec.but(ffn_size=spec.experts.ffn_size)
 
@@ -68,9 +67,6 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Sums the outputs of each token's experts, with the router's weights. Then adds the output of the shared experts,
     which is computed for every token.
-
-    Args:
-        block: builds one expert.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, block: Callable[[], nn.Module], *, router_bias: bool) -> None:
@@ -83,7 +79,6 @@ class MixtureOfExperts(nn.Module):
         self._first, self._last = 0, spec.experts.number
 
     def keep(self, first: int, last: int) -> None:
-        """Keep only the experts [first, last)."""
         self.experts = nn.ModuleDict({name: self.experts[name] for name in map(str, range(first, last))})
         self._first, self._last = first, last
 

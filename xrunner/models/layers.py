@@ -159,7 +159,6 @@ class Rotary(nn.Module):
     model's spec has a `rotary_dim`, only the first `rotary_dim` dimensions rotate.
 
     Layers that share one object share a step's angles, since computing angles takes longer than rotating a few rows.
-    There is no table of angles: for the whole context of Llama 3.1 it would take 64 MiB.
 
     Source: RoFormer (arXiv 2104.09864).
     """
@@ -268,7 +267,6 @@ class RelativeBias(nn.Module):
         return F.embedding(self.bucket(distance), self.weight)
 
     def of_places(self, longest: int) -> PositionBias:
-        """Return the bias for sequences of up to `longest` tokens."""
         size = 1 << (longest - 1).bit_length()
         center = size - 1 if self.bidirectional else 0
         if size not in self._buckets:
@@ -372,8 +370,6 @@ class CrossAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections with an activation function between them."""
-
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
         self.up = Linear(empty, spec.hidden_size, spec.ffn_size, bias=bias, activation=spec.activation)

@@ -19,7 +19,6 @@ class LlamaModel(DecoderModel):
 
     Attributes:
         norms_heads: whether each head's query and key go through a norm.
-        has_out_bias: whether attention's output projection has a bias if the others have one.
     """
 
     norm: ClassVar[type[RmsNorm]] = RmsNorm

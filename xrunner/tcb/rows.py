@@ -170,7 +170,7 @@ class Rows(ABC):
             cache.keep(slots)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield groups of slots. Prompts are prefilled group by group, so that activations fit in memory."""
+        """Prompts are prefilled group by group, so that activations fit in memory."""
         num_slots, num_tokens = self._owner.shape
         at_once = max(1, SLICE_TOKENS // num_tokens)
         for start in range(0, num_slots, at_once):
@@ -396,7 +396,6 @@ def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | 
 
 
 def _batch(token_ids: Tensor, positions: Tensor | None = None) -> Batch:
-    """Return a batch with only the fields that layers read: tokens and, in decoder-only models, positions."""
     token_ids = token_ids.flatten()
     none = token_ids[:0]
     positions = none if positions is None else positions.flatten()

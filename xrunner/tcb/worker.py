@@ -37,7 +37,6 @@ class _RunningBatch:
         self.last_token = np.zeros(len(self.ids), dtype=np.int64)
 
     def keep(self, stay: np.ndarray) -> None:
-        """Remove all requests except those with these indices, and the slots in which no request remains."""
         self.rows.keep(stay)
         self.ids = [self.ids[index] for index in stay]
         self.slot, self.lines = self.slot[stay], self.lines[stay]
@@ -51,7 +50,6 @@ class RowWorker(OneAtATime):
     are in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
 
     Args:
-        row_tokens: number of prompt tokens that a row can contain.
         kept: dtype of stored keys and values.
         grammars: builds the states of grammars. None means that no request has a grammar.
 
@@ -79,11 +77,9 @@ class RowWorker(OneAtATime):
         """Sampler of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Add a request to the batch that the next step encodes."""
         self._generations[generation.id] = generation
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. If all requests of a batch (with slots, of a slot) are forgotten, free its memory."""
         gone = {id_ for id_ in ids if self._generations.pop(id_, None) is not None}
         for number, batch in list(self.inside.items()):
             for id_ in gone.intersection(batch.ids):
@@ -101,7 +97,6 @@ class RowWorker(OneAtATime):
         self.release(list(self._generations))
 
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step. Return the next token of each of the step's requests."""
         self.logprobs, self.failed = {}, {}
         if not (step.encode or step.decode):
             return {}
