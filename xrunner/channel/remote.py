@@ -173,7 +173,6 @@ class _Start:
         self._used_s = 0.0
 
     def check(self, used_s: float) -> None:
-        """`used_s` is the processor time that it has used."""
         now_s = time.monotonic()
         if self._before_s is None:
             self._before_s = used_s
