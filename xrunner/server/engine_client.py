@@ -151,7 +151,6 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in the engine, including waiting requests."""
         return len(self._streams)
 
     def _return(self, plan: Plan) -> None:
@@ -260,7 +259,6 @@ class EngineClient:
         stream.submission.inbox.put_nowait(error)
 
     def _end(self, stream: TokenStream) -> None:
-        """Note a request whose output was not cut off."""
         first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
         gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
         took, submission = RequestBounds(first_s, gap_s, whole_s), stream.submission

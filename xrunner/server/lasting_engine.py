@@ -149,7 +149,6 @@ class LastingEngine:
         running: returns the plan to run. None means that a lost engine is not restarted.
         on_step: called with the tokens and the records of each step that ends, and with the last tokens of requests
             that cannot continue.
-        on_failed: called once, when the engine has failed for good.
     """
 
     def __init__(

@@ -217,6 +217,5 @@ class EngineOutputs:
         return None if self.end_s == math.inf else max(0.0, self.end_s - time.perf_counter())
 
     def take_out(self, left: str) -> None:
-        """Remove unfinished outputs from the engine. `left` is the reason."""
         for stream in self.streams.values():
             self._engine.cancel(stream, finish_reason=left)

@@ -40,7 +40,6 @@ class AllowedHosts:
             self._names |= {"localhost", socket.gethostname().lower()}
 
     def accept(self, host: str) -> bool:
-        """Whether the value of a Host header names this server."""
         try:
             parts = urlsplit(f"//{host}")
             name = parts.hostname or ""

@@ -81,7 +81,6 @@ class _Bucket:
         self._at_s = clock()
 
     def take(self, cost: float) -> None:
-        """Take a cost out of the bucket. Raises ApiError (429) if too little is left."""
         self._fill()
         missing = min(cost, self._capacity) - self._level
         if missing > 1e-9:

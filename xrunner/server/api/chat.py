@@ -16,8 +16,7 @@ from xrunner.server.api.errors import quoted
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-"""Roles that every request may use. A template need not show all of them. Llama 3.1 expects the results of tools in the
-role `ipython`."""
+"""Roles that every request may use. Llama 3.1 expects the results of tools in the role `ipython`."""
 INSTRUCTIONS = ("system", "developer")
 MAX_ROLE = 64
 """Characters of the longest role that is not one of `ROLES`."""

@@ -85,7 +85,6 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
-    """Return the error for a client whose field has a wrong type or value."""
     found = (pattern.search(str(error)) for pattern in _FIELDS)
     param = next((match[1] for match in found if match), None)
     return ApiError(400, _explained(str(error), kind), param=param)
@@ -191,7 +190,6 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
 
 
 def _has_many_strings(body: Body) -> bool:
-    """Return whether a body has more than MAX_ITEMS strings, including names of fields."""
     num_quotes = body.count(b'"')
     # Quotes within a string are escaped. Counting escaped quotes takes three times as long, and is rarely necessary.
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS

@@ -162,5 +162,4 @@ def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
 
 
 def named_event(kind: str, **members: Any) -> bytes:
-    """Return a named event. Its member `type` repeats the name."""
     return f"event: {kind}\n".encode() + event_line(msgspec.json.encode({"type": kind, **members}).decode())

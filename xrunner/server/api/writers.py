@@ -91,7 +91,6 @@ class AnswerWriter(ABC):
         """Return the item that a token adds to each list in a choice's member `logprobs`, by the list's name."""
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream because of an error."""
         return b"data: " + error.body() + b"\n\n"
 
 
@@ -271,7 +270,6 @@ def scored_token(report: TokenReport) -> dict[str, Any]:
 
 
 def _with_chosen(report: TokenReport) -> dict[str, float]:
-    """Return the most probable tokens, and the chosen one if it is not among them, as OpenAI's API does."""
     top = {text: logprob for text, logprob, _ in reversed(report.top)}
     if report.logprob is not None:
         top.setdefault(report.text, report.logprob)

@@ -48,12 +48,7 @@ def create_app(
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """Return the endpoint's app. The engine's client starts and stops together with the app.
-
-    Args:
-        keys: API keys. None means that requests need no key.
-        hosts: host names by which requests may address this server. None means any.
-    """
+    """Return the endpoint's app. The engine's client starts and stops together with the app."""
     service = Service(engine, model, limits or Limits())
     count = engine.metrics.note_answer
     guard = Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer, on_answer=count)

@@ -199,7 +199,6 @@ class Listener(socket.socket):
         return sum(map(len, self._open))
 
     def of(self, file_number: int) -> AcceptedSocket | None:
-        """Return the connection with this file number, or None if it has been dropped."""
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
@@ -409,7 +408,6 @@ class Protocol(H11Protocol):
         return run
 
     def _should_upgrade(self) -> bool:
-        """Ignore offers to upgrade the protocol."""
         return False
 
     @property

@@ -144,7 +144,6 @@ class Guard:
         return None
 
     def _classify(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
-        """Apply the priority, bounds and promise of a request's class, or return why the class is refused."""
         if scope["path"] not in GENERATION_PATHS:
             return None
         try:

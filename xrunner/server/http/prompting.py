@@ -102,7 +102,6 @@ class Prompts:
         return text, await self.encode(info, text, "messages", add_special_tokens=add_special_tokens)
 
     def check_length(self, characters: int, field: str) -> None:
-        """Refuse a text that is too long to be tokenised."""
         if self._codec is None:
             refuse(field, "this model has no tokenizer; send token ids")
         context = self._spec.max_context

@@ -237,7 +237,6 @@ class Metrics:
 
 
 def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
-    """Return the values of a counter by its two labels: a name, and whether bounds were kept."""
     found: dict[str, dict[str, int]] = {}
     for sample in (sample for family in counter.collect() for sample in family.samples):
         if sample.name.endswith("_total"):

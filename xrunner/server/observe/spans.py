@@ -83,7 +83,6 @@ class Tracer:
         info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most `CLOSE_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

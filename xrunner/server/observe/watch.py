@@ -251,7 +251,6 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the running plan."""
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
             return
