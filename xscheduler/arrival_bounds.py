@@ -102,8 +102,6 @@ def shortened(constraint: Constraint, left: float) -> Constraint:
 
 
 class Waits:
-    """Computes lower bounds on the time for which requests wait for earlier prompts, for one workload at any rate."""
-
     def __init__(self, constraint: Constraint, lengths: Lengths) -> None:
         self._constraint, self._lengths = constraint, lengths
         self._bound_s, self._loose_s = constraint.allowed_latency_s, loosened(constraint, lengths).allowed_latency_s

@@ -1,9 +1,6 @@
 """Find the settings of all placements that keep the bounds at the highest arrival rate, in closed form.
 
-Every placement is searched along load curves. The settings on a curve differ only in the batch size. One call predicts
-a placement's curves at saturation, and the queueing model (xsimulator.queueing) gives the highest arrival rate of each
-point. The best points are then simulated (xsimulator.capacity), and the rates of the other points are bounded
-(xscheduler.arrival_bounds).
+Every placement is searched along load curves. The settings on a curve differ only in the batch size.
 """
 
 from __future__ import annotations
@@ -89,7 +86,6 @@ def _best_nearby(best: Rated) -> Rated:
 
 
 def closed_rate(space: Space, settings: PolicySettings) -> float:
-    """Return the highest arrival rate of some settings in closed form, all replicas together."""
     return float(space.evaluate(curves_of(columns_of(settings), space.forecast)).max_rates()[0, -1])
 
 

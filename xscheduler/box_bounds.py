@@ -9,9 +9,6 @@ static and of waa's encode lane are not monotone. For them, the largest settings
 and the smallest settings bound the period. If waa's cap on running requests allows only a few encode batches,
 throughput exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions.
 A box is dropped once its slow corner breaks a latency bound. xscheduler.placement_bounds bounds whole placements.
-
-`breach` tests these bounds on random boxes and points inside them. If a point exceeds the bound of its box, the search
-is replaced by one that needs no bounds.
 """
 
 from __future__ import annotations

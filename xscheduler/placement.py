@@ -50,7 +50,6 @@ class LanePlacement:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether several replicas share the experts."""
         return self.tp.ep_degree > self.tp.degree
 
     @property
@@ -60,11 +59,7 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """The distribution of a model over devices: all of a plan except its policy and the policy's searched variables.
-
-    Attributes:
-        fixed: settings that the placement determines.
-    """
+    """The distribution of a model over devices: all of a plan except its policy and the policy's searched variables."""
 
     replicas: int
     layouts: tuple[LanePlacement, ...]
@@ -89,7 +84,6 @@ class Placement:
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages of a lane have the same tensor-parallel degree."""
         return all(layout.is_uniform for layout in self.layouts)
 
     @property
@@ -110,7 +104,6 @@ class Placement:
 
     @classmethod
     def of(cls, plan: PlanDraft) -> Placement:
-        """Return a plan's placement, including its number of micro-batches."""
         policy = plan.policy
         searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}
         fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}

@@ -82,7 +82,6 @@ class PlacementBounds:
     Args:
         profile: a profile with lower tables (`xscheduler.lower_tables`). Its times never fall with size.
         quantile_decodes: number of decode iterations of a request of the quantile's length.
-        max_batch: largest number of requests in a micro-batch.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class PlacementBounds:
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
-        """Return the bounds of one policy on each placement."""
         steps = self._steps(placements)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
         terms = CHOICES[kind].placement_terms(steps)
@@ -294,7 +292,6 @@ class PolicyBounds:
 
     Attributes:
         capacities: for each placement, the number of requests that fit in the memory of a replica.
-        mean_decodes: mean number of decode iterations of a request.
     """
 
     steps: LeastSteps

@@ -32,7 +32,6 @@ class Problem:
             requests. None means `engine`.
         uniform: whether only placements with one lane of equal stages are considered.
         even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
-        fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even if the search would not list it. None means any.
         reused: the part of prompts that is found in the K/V cache. None means no part.
     """
@@ -62,7 +61,6 @@ class Problem:
 
     @classmethod
     def of(cls, plan: PlanDraft, profile: Profile) -> Problem:
-        """Return the problem that a plan solves, on as many devices as the plan uses."""
         return cls(
             plan.model,
             plan.checkpoint,

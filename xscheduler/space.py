@@ -59,10 +59,8 @@ class SpaceLimits:
 
     Attributes:
         encode_memory: memory of WAA's encode lane. None means that there is only one lane.
-        block_size: tokens of a K/V block.
         kv: how K/V memory is promised to requests. Static batches always reserve it for the longest output.
         max_batch: largest micro-batch, in requests, that the profile, the runner and the engine allow.
-        price_per_device_hour: price of a device for an hour, or None if not known.
     """
 
     memory: LaneMemory
@@ -189,7 +187,6 @@ class Space:
 
     @cached_property
     def least_requests(self) -> int:
-        """Least number of running requests: one for each micro-batch."""
         return max(self.placement.microbatches, self.placement.fixed.get("encode_microbatches", 1))
 
     @cached_property
@@ -215,7 +212,6 @@ class Space:
         return np.minimum(in_memory, self.limits.max_batch * self.placement.microbatches)
 
     def requests_fit(self, performance: Performance) -> npt.NDArray[np.bool_]:
-        """Return which predicted points have memory for the K/V of their requests."""
         requests, variance = performance.peak_requests, performance.peak_variance
         fits = self.request_blocks.fit(requests, variance, self._blocks_beside(performance.peak_tokens))
         return fits & (requests <= self.limits.max_batch * self.placement.microbatches)
@@ -434,7 +430,6 @@ class Evaluation:
 
     @cached_property
     def throughput(self) -> Array:
-        """Requests a second, all replicas together."""
         return self._space.placement.replicas * self.performance.throughput
 
     @cached_property
@@ -474,7 +469,6 @@ class Evaluation:
         return taken
 
     def at(self, index: int) -> dict[str, float]:
-        """Return one point's predictions by name. The throughput includes all replicas."""
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property

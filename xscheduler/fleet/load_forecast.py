@@ -152,7 +152,6 @@ class LoadForecast:
 
     @property
     def error(self) -> float:
-        """Return the relative standard error of forecasts at the lead time."""
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:

@@ -69,8 +69,6 @@ class FleetCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A day's load and the kinds of replicas that may serve this load."""
-
     day: Day
     intervals: Intervals
     candidates: tuple[Candidate, ...]

@@ -43,11 +43,7 @@ INFEASIBLE = 2
 
 @dataclass(frozen=True)
 class DeviceLimit:
-    """A limit on the devices that some kinds of replicas share.
-
-    Attributes:
-        most: largest number of devices that all their replicas may use.
-    """
+    """A limit on the devices that some kinds of replicas share."""
 
     kinds: tuple[int, ...]
     devices: tuple[int, ...]

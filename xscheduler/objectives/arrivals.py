@@ -78,7 +78,6 @@ class Arrivals(Objective[PlanDraft]):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[PlanDraft, float]]:
-        """Return one policy's plans with the highest rates in closed form, each with its rate, highest first."""
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
     def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[PlanDraft, float]]:

@@ -21,8 +21,6 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 
 
 class Objective(ABC, Generic[Schedule]):
-    """Finds the plans with the highest value of a figure."""
-
     def __init__(
         self,
         scheduler: Scheduler,
@@ -58,7 +56,6 @@ class Objective(ABC, Generic[Schedule]):
         """
 
     def settle(self, kinds: Sequence[str]) -> dict[str, Found]:
-        """Return each policy's best plan, verified and certified, the highest value first."""
         return self.certify(self.verify(self.rank(kinds)))
 
 

@@ -177,9 +177,6 @@ class Branches:
 
     Args:
         constraint: the bounds that arriving requests must keep in the engine.
-
-    Attributes:
-        best_rate: the highest simulated rate so far.
     """
 
     def __init__(
@@ -203,9 +200,6 @@ class Branches:
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return by what share a simulated rate or random points exceed the bounds of a space's branch (see
-        `Branch.breach`).
-        """
         return self.of(space).breach(rate, self._waits if waits else None)
 
     def spaces(self, kind: str) -> list[Space]:
@@ -265,10 +259,8 @@ class Branches:
             self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return an upper bound on the rate of all branches, or of one policy's branches, but at least the given rate.
-
-        A policy's bound is never below the best rate of all policies, since branches below this rate are not examined
-        further.
+        """Return an upper bound on the rate of all branches, or of one policy's branches, but at least the
+        given rate.
         """
         return max([rate, *(branch.bound for branch in self.all if kind in (None, branch.kind))])
 

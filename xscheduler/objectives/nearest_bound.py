@@ -58,7 +58,6 @@ def never_kept(
 
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
-    """Return the error for an arrival rate that no plan sustains. `highest` is the best plan's rate."""
     problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
     return InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
@@ -69,7 +68,6 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
 
 
 def never_kept_closed(scheduler: Scheduler, kinds: Sequence[str]) -> InfeasibleError:
-    """Return the error for bounds that no plan keeps in closed form because requests also wait."""
     constraint = scheduler.problem.constraint
     given = constraint.bounds.given
     return InfeasibleError(

@@ -110,7 +110,10 @@ def _divisions(problem: Problem, trace: TraceLengths, best: PlanDraft) -> list[_
 
 
 def _consistent(find_each: FindEach, division: _Division, best: PlanDraft) -> dict[str, Found]:
-    """This number matters at saturation: a conversation's next prompt may enter before the previous output has
+    """Return each policy's best plan. The plan assumes only as much reuse as its own number of running requests
+    permits.
+
+    This number matters at saturation: a conversation's next prompt may enter before the previous output has
     ended.
     """
     if not division.has_answers:

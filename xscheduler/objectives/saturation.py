@@ -1,11 +1,9 @@
 """Find the plans with the highest throughput at saturation (requests are always waiting), and check them by simulation.
 
 Closed forms describe a steady state: running requests are at different points of their outputs. If outputs have nearly
-equal lengths, there is another steady state: requests that began together end together. So each plan is simulated.
-Predictions that differ from the simulated figures are replaced by them. If throughput disagrees or a bound is broken,
-the plans that are best in closed form under several tighter bounds are also simulated. The plan with the highest
-simulated throughput becomes the policy's plan. The tighter bounds come from a fixed sequence, so a looser bound adds
-plans and removes none.
+equal lengths, there is another steady state: requests that began together end together. So each plan is simulated. If
+throughput disagrees or a bound is broken, the plans that are best in closed form under several tighter bounds are also
+simulated. The tighter bounds come from a fixed sequence, so a looser bound adds plans and removes none.
 """
 
 from __future__ import annotations

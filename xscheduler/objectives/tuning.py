@@ -49,11 +49,7 @@ TIGHTER = (0.7, 0.4)
 
 
 class TunedArrivals(Arrivals):
-    """The objective `arrivals` for a tuned policy: the plan of the policy without tuning, improved by simulation.
-
-    Args:
-        order: order of admission. None means that the order is tuned as well.
-    """
+    """The objective `arrivals` for a tuned policy: the plan of the policy without tuning, improved by simulation."""
 
     def __init__(
         self,

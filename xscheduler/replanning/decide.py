@@ -56,8 +56,6 @@ class Verdict:
             lengths.
         found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
-        gain: the share by which the best plan's objective exceeds the running plan's.
-        switch: whether to change to `found`.
         planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
         num_unbuilt: number of candidates that were skipped, because they could not be built.
     """
@@ -164,7 +162,9 @@ def decide(judge: Judge) -> Verdict:
     """Compare the running plan with the best plan.
 
     A plan on the same stages takes over if its gain is large enough, or if the running plan breaks its bound. A plan on
-    another placement must also repay the pause.
+    another placement must also repay the pause. The search may find no plan that keeps the bound, since it can miss
+    plans that keep the bound in simulation. A plan that nearly keeps the bound then takes over, unless the running plan
+    keeps the bound at some arrival rate.
 
     Raises:
         InputError: `profile` was not made for the plan's devices.
@@ -259,7 +259,6 @@ def _candidates(judge: Judge) -> tuple[Found, Found | None]:
 
 
 def within_pins(plan: PlanDraft, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return the policies in `kinds` that the user's requirements allow and that can run the model."""
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))

@@ -48,8 +48,6 @@ class Terms:
 
 
 class Judge(ABC):
-    """Predicts plans for the observed lengths and finds the best plan."""
-
     situation: Situation
     terms: Terms
 
@@ -94,10 +92,6 @@ class Judge(ABC):
     def careful(self, kinds: Sequence[str], plan: PlanDraft, rate_rps: float) -> Found | None:
         """If `plan` breaks the bounds at a higher quantile of lengths, return a plan on the same stages that keeps
         them.
-
-        Args:
-            plan: the running plan, or the plan that would take over.
-            rate_rps: the objective's value of `plan`.
 
         Returns:
             The plan, or None if `plan` keeps the bounds, if no plan keeps them at a small loss, or if the bounds do not

@@ -58,7 +58,6 @@ class Replanned:
 
     Attributes:
         judged: the running plan. If a server was observed, it is the plan that the server runs now.
-        observation: the observed lengths.
     """
 
     judged: Plan
@@ -106,7 +105,6 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
 
 
 def in_numbers(plan: Plan, observation: Observation) -> str:
-    """Return the reason for re-planning as a sentence with the planned and the observed numbers."""
     if observation.cause == "lengths":
         planned, now = plan.workload, observation.workload
         inputs = f"mean lengths went from {planned.input.mean:.0f} to {now.input.mean:.0f} input tokens"
@@ -134,7 +132,6 @@ def observe_source(plan: Plan, source: str, growth: Growth = NO_GROWTH) -> tuple
 
     Args:
         source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).
-        growth: how the load differs from what is observed.
 
     Raises:
         InputError: the file at `source` is malformed, or the server runs another model or version.

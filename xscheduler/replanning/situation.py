@@ -28,7 +28,6 @@ class Situation:
     Attributes:
         plan: the running plan, with the observed slowdown and reuse.
         profile: the measured profile, to which the plan's slowdown is not applied.
-        lengths: the observed lengths, cut to the model's context.
         weight: number of requests from which the lengths were observed.
         reuse: observed prefix reuse. None means the plan's expected reuse.
         unbuilt: reasons why candidates could not be built. Every judgement of the situation adds to them.
@@ -45,7 +44,6 @@ class Situation:
 
     @property
     def misses(self) -> bool:
-        """Whether the share of requests that keep their bounds is below the plan's quantile."""
         return self.goodput is not None and self.goodput < self.plan.constraint.quantile
 
     @classmethod

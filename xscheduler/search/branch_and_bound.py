@@ -49,7 +49,6 @@ class SearchResult:
     """The result of a search of one policy's spaces.
 
     Attributes:
-        values: the best point's predictions, by name.
         most: no point of the spaces has a higher throughput. None means that nothing is proven.
         method: the method that found the point. It differs from the requested method if that method's bounds were not
             valid.
@@ -114,7 +113,6 @@ class _Open:
         return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
-        """Return all corners of a box, from the corner with the lowest indices to the corner with the highest."""
         low, high, _ = box
         return list(product(*zip(low, high, strict=True)))
 
@@ -298,7 +296,6 @@ class UpperBound(NamedTuple):
 
     Attributes:
         best: the best allowed point that was predicted. None means that no point exceeds `at_least`.
-        predictions: number of predictions that the search made.
     """
 
     throughput: float

@@ -61,6 +61,7 @@ class Standing(NamedTuple):
         value: its measured value.
         sure: probability that no candidate exceeds it by more than the tolerance.
         most: value that no candidate exceeds, with probability `SURE`.
+        next: the candidate whose measurement is expected to gain most, or None if all were measured.
         gain: that gain, as a share of `value`.
     """
 
@@ -89,9 +90,7 @@ class Belief:
         places: the candidates' settings, scaled so that the error at distance 1 is similar. # [candidates, settings]
         predictions: each sample's values of all candidates. # [samples, candidates]
         log_weights: logarithmic weights of the samples: what other observations say of the parameters. # [samples]
-        measured: the measurements so far.
         excluded: candidates that do not start.
-        seed: seed of the samples.
     """
 
     places: Array

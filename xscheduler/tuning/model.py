@@ -80,8 +80,6 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """What a client measured at one arrival rate, with some settings: mean times from arrival."""
-
     candidate: int
     rate_per_s: float
     ttft_s: float
@@ -94,7 +92,6 @@ class EngineModel:
     Args:
         problem: the problem of the engine's own scheduler, with policy chunked. Its headroom is ignored, since rates
             are measured.
-        prior: the spread of the parameters. None means that of the problem's profile.
         more: settings that are candidates as well, such as those that run now.
 
     Raises:
@@ -140,13 +137,11 @@ class EngineModel:
         return replace(belief, log_weights=belief.log_weights - np.log1p(off**2 / 8).sum(axis=1) * 4)
 
     def fitted(self, belief: Belief) -> Fit:
-        """Return the mean of the parameters, given the measured loads."""
         weights = np.exp(belief.log_weights - belief.log_weights.max())
         mean = weights @ self.samples / weights.sum()
         return self.prior.fits(mean[None], self._least_step_s)[0]
 
     def rates(self, fit: Fit) -> Array:
-        """Return in closed form the highest arrival rate of each candidate under some parameters. # [candidates]"""
         return self.rates_of(self._under(fit))
 
     def rates_of(self, problem: Problem) -> Array:
