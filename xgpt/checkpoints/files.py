@@ -229,7 +229,6 @@ def _stored_dtype(headers: Sequence[str]) -> DType | None:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """It is in generation_config.json or else in config.json."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

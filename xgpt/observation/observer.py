@@ -122,12 +122,13 @@ class MeasuredPace:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps over enough time have been compared."""
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio."""
+        """Lower confidence limit of the ratio. It is computed from the ratios of several periods, and is 0 if there are
+        too few.
+        """
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0

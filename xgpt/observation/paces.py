@@ -1,8 +1,7 @@
 """Record the pace of served loads on this machine: measured step times divided by the times in the profile.
 
 A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change the speed for
-longer than a minute. So the next load may be slower than the variation within a profile shows. Earlier loads tell by
-how much. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
+longer than a minute. So the next load may be slower than the variation within a profile shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Observe which share of prompt tokens recent requests found in the prefix cache, and detect when this share changes.
 
 Blocks are identified by the engine's keys: salted hashes that reveal nothing about a prompt. The number of remembered
-keys is limited, however long prompts are. Callers add requests and steps in the order of the engine's log. The results
-are the share of prompt tokens that was reused, and the shares that caches of other sizes would have reached.
+keys is limited, however long prompts are.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ class Common:
 
 
 class ReuseWindow:
-    """The latest requests of an engine, and the keys of their K/V blocks."""
-
     def __init__(self, plan: Plan) -> None:
         self.block_size = plan.block_size
         self._requests: OrderedDict[int, Common] = OrderedDict()

@@ -1,8 +1,6 @@
 """Observe the input and output lengths of a running engine's recent requests, and detect when these lengths change.
 
-Callers add a request when it arrives, and mark it when it finishes. The results are an Observation, and whether lengths
-differ from the planned lengths. No clock and no random numbers are used, so the same requests in the same order give
-the same result.
+No clock and no random numbers are used, so the same requests in the same order give the same result.
 """
 
 from __future__ import annotations
@@ -73,8 +71,6 @@ class Seen:
 
 
 class LengthWindow:
-    """The latest requests of an engine, in the order of their arrival."""
-
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
         self._arrivals_s: deque[float] = deque(maxlen=MOST_ARRIVALS)
@@ -206,9 +202,6 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Fraction of the latest finished requests that met their latency bounds. None means that there are too few
-        requests.
-        """
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
@@ -323,7 +316,6 @@ class ChangeDetector:
     of requests with the most significant difference determines from which request on lengths differ.
 
     Args:
-        planned: the lengths for which the running plan was made.
         weight: number of requests from which the planned lengths were computed. None means that the planned lengths
             count as certain.
     """
