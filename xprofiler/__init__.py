@@ -1,8 +1,7 @@
 """Find a model's step times on a device. They are measured with xrunner's layers, computed from a datasheet, or
 imported.
 
-The input is a ModelSpec and a ClusterSpec. The output is a Profile. Only modules that measure with xrunner's layers
-load torch.
+Only modules that measure with xrunner's layers load torch.
 """
 
 from importlib.metadata import PackageNotFoundError, version

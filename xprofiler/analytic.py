@@ -78,11 +78,9 @@ def profile(
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile with tables for every tensor-parallel degree that fits in a node and each way to divide the
-    experts.
+    """Return a profile with tables for every tensor-parallel degree that fits in a node and way to divide experts.
 
     Args:
-        kv_dtype: type of K/V. None means `dtype`.
         engine: the serving engine. The profile includes its time per step and per request. None means the time per step
             in the device's efficiencies.
 
@@ -114,9 +112,7 @@ def profile(
 
 
 def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs (tensor-parallel degree t, expert-parallel degree). The second is 1 or, in models with experts, also
-    t.
-    """
+    """Return pairs (tensor-parallel degree t, expert-parallel degree). The second is 1 or, with experts, also t."""
     degrees = tp_degrees(spec, cluster)
     experts = [kind.experts for kind in spec.kinds if kind.experts is not None]
     if not experts:
@@ -265,9 +261,7 @@ class Kernels:
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
 
     def grouped(self, tokens: float, params: float, routing: Routing, stored: Quantization | None = None) -> float:
-        """Return the seconds of the busiest device's experts. An expert has two matrix products, with `params` weights
-        in all.
-        """
+        """Return seconds of the busiest device's experts. An expert has two products, with `params` weights in all."""
         compute_s, read_s = self._per_weight(stored)
         loads, hits = routing.expected(tokens)
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
@@ -305,9 +299,7 @@ class Kernels:
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return the seconds in which a recurrent block processes `length` tokens of each request, on one of t
-        devices.
-        """
+        """Return seconds in which a recurrent block processes `length` tokens of each request, on one of t devices."""
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -402,7 +394,6 @@ def all_reduces(spec: ModelSpec) -> float:
 
 
 def _share_with_experts(spec: ModelSpec) -> float:
-    """Return the share of the model's layers that have experts."""
     return mean_over_layers(spec, [float(kind.experts is not None) for kind in spec.kinds])
 
 
@@ -432,7 +423,6 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
-    """Do as `_products`, for one kind of layer."""
     sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
     by_format: dict[Quantization | None, list[float]] = {}
 
@@ -545,9 +535,7 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Return the seconds of the output head, by the number of rows. Each device computes its share of the logits. Then
-    all logits are gathered.
-    """
+    """Return the seconds of the output head, by the number of rows. Each device computes its share of the logits."""
 
     def head(rows: int) -> float:
         product = kernels.of_head.matrix(rows, spec.vocab_size * spec.hidden_size / t)

@@ -102,7 +102,6 @@ def _modules(
 
 
 def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
-    """Return the seconds of attention in one phase, from a table that does not include its projections."""
     path = tables.paths("mla", f"{phase}_mla")[0]
     rows = tables.read(path, KERNEL_COLUMNS)
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
@@ -146,9 +145,7 @@ def recurrence(
 def _delta_nets(
     tables: Tables, hidden: int, recurrent: Recurrent, t: int
 ) -> dict[str, tuple[Array, Array, Array]] | None:
-    """Return the batch sizes, lengths and seconds of a gated delta net's kernels, by phase. Return None if these sizes
-    were not measured.
-    """
+    """Return the batch sizes, lengths and seconds of a gated delta net's kernels, by phase."""
     if not tables.has("linear_attention", "gdn") or recurrent.num_heads % t:
         return None
     path, heads = tables.paths("linear_attention", "gdn")[0], recurrent.num_heads // t

@@ -110,8 +110,7 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of each measured attention call: the points of the tables, and the calls within
-            the measured steps.
+        encode, decode: (batch, length) of each measured attention call.
         steps: the sequences (tokens before, tokens now) of each whole step, by its number of tokens. Up to the largest
             batch size, they are decodes with a short context. In larger steps, they are short prompts.
     """
@@ -154,8 +153,7 @@ def spread(steps: Sequence[float]) -> float:
     """Return the relative excess of the 90th percentile of step times over their mean. Both are computed from means of
     a few consecutive steps.
 
-    With single steps, one long stall could raise the mean above nine tenths of the steps. The result would then be 0 on
-    a machine that was slow at times.
+    With single steps, one long stall could raise the mean above nine tenths of the steps.
 
     Args:
         steps: seconds of at least `STEPS_A_STRETCH` steps, in the order of measurement.
@@ -217,9 +215,7 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points. The time of a missing point is on the line through its two nearest neighbours,
-    which differ from it in one size.
-    """
+    """Return the times of all points. The time of a missing point is on the line through its two nearest neighbours."""
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
@@ -231,9 +227,7 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
 
 
 def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
-    """Return a point's time on the line through its two nearest neighbours, which differ from it in one size. Return
-    None if there are not two.
-    """
+    """Return a point's time on the line through its two nearest neighbours. Return None if there are not two."""
     for place in reversed(range(1, len(key))):
         at = int(key[place])
         others = {
@@ -260,7 +254,6 @@ class Bench:
         in_group: whether the workers form a tensor-parallel group, whose ranks wait for each other in every call.
         is_brief: whether to measure only some points, in two passes, because the machine is busy. `filled` computes the
             others.
-        clock: returns the current time in seconds.
     """
 
     typical_sequences: Sizes = TYPICAL_STEP
@@ -287,7 +280,6 @@ class Bench:
         """
 
     def meet(self) -> None:
-        """Wait for the workers that measure at the same time, if any."""
         if self._meet is not None:
             self._meet()
 
@@ -298,9 +290,7 @@ class Bench:
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """Return the mean time of each point, the spread of typical steps and the jitter of short steps. Each point's
-        first call is a warm-up and does not count.
-        """
+        """Return the mean time of each point, the spread of typical steps and the jitter of short steps."""
         # Otherwise, all unwritten pages would be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
@@ -418,8 +408,7 @@ class Bench:
         return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
-        """Return the seconds that the engine's loop adds to a step: to schedule, to build the batch, and to record
-        results.
+        """Return the seconds that the engine's loop adds to a step: to schedule, build the batch, and record results.
 
         On a GPU, most of this overlaps with a running step. So the result is the time of a step in the loop minus that
         of the model's step.
@@ -429,7 +418,6 @@ class Bench:
         return self._decoding(ModelFree(self.worker), num_requests)
 
     def _decoding(self, worker: Worker, num_requests: int) -> float:
-        """Return the seconds of a decode step in the engine's loop."""
         engine = self._engine(worker, num_requests, prompt_length=8)
         for _ in range(WARM_STEPS):  # the first step encodes the prompts
             engine.step()
@@ -453,9 +441,7 @@ class Bench:
 
     @staticmethod
     def _engine(worker: Worker, num_requests: int, prompt_length: int) -> Engine:
-        """Return an engine with `num_requests` requests that do not end while it is measured. Its steps may both encode
-        and decode.
-        """
+        """Return an engine with `num_requests` requests that do not end. Its steps may both encode and decode."""
         pool = Pool(worker.cache.num_blocks - 1, BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):

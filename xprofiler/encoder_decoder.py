@@ -49,12 +49,10 @@ class EncoderDecoderPoints:
     """The points at which an encoder-decoder is measured, within its context.
 
     Attributes:
-        prompts: prompt lengths at which the encoder's attention is measured.
-        contexts: context lengths at which self- and cross-attention of the decoder are measured.
         decodes: whole steps that only decode: by number of requests, the (prompt tokens, decoder tokens) of each.
         encodes: whole steps without decodes: by number of prompt tokens, the (number of prompts, tokens of each).
         encode, own, cross: (batch, length) of each measured call of encoder attention, decoder self-attention and
-            cross-attention: the points of the tables, and the calls within the measured steps.
+            cross-attention.
     """
 
     prompts: list[int]
@@ -137,9 +135,7 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """Return the seconds of encoder attention per layer, including the layer's share of the work done once per
-        step.
-        """
+        """Return the seconds of encoder attention per layer, including the layer's share of work done once per step."""
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
@@ -152,9 +148,7 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """Return the seconds of decoder self-attention per layer, including the layer's share of the work done once per
-        step.
-        """
+        """Return the seconds of decoder self-attention per layer, including the share of work done once per step."""
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -178,9 +172,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def keys_and_values(self, num_tokens: int) -> float:
-        """Return the seconds in which a decoder layer computes and stores the keys and values of `num_tokens` prompt
-        tokens.
-        """
+        """Return seconds in which a decoder layer computes and stores keys and values of `num_tokens` prompt tokens."""
         model, caches = self.model, self.worker.cache.layers
         slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
         memory = self.random(num_tokens, self.spec.hidden_size)

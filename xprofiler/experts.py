@@ -21,8 +21,7 @@ Array = npt.NDArray[np.float64]
 
 
 def chances(experts: Experts) -> Array:
-    """Return each expert's probability that a token is routed to it, in descending order. Their sum is `active`. #
-    [experts]
+    """Return each expert's probability that a token is routed to it, in descending order. # [experts]
 
     The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts. No probability
     exceeds 1.
@@ -99,8 +98,6 @@ class ExpertTable:
     """Computes the times of a model's experts, including routing, on a group's busiest device.
 
     Args:
-        tables: the tables for the kind of device and the framework.
-        width_in: width of the experts' input.
         dtype: the tables' name for the type of the products.
         rounds: whether to use kernels that round activations to eight bits, if the tables have any.
     """
@@ -111,7 +108,6 @@ class ExpertTable:
 
     @cached_property
     def _held(self) -> Curves:
-        """The curves of each group, from the nearest version's table that has the group."""
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
         if faster and not found:
@@ -119,7 +115,6 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
-        """Return the curves of each group for these kernels. Each comes from the first table that has the group."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: Curves = {}
@@ -168,8 +163,7 @@ class ExpertTable:
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Return the logarithms of tokens and of seconds for each group. If several kernels were measured, the fastest
-    counts.
+    """Return the logarithms of tokens and seconds for each group.
 
     Groups with few points are left out, as are groups with impossible times: divided experts that took almost as long
     as all experts on one device, or narrower slices that took longer than wider ones.
@@ -191,7 +185,6 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the name of the measured distribution that is nearest to the model's skew, or None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

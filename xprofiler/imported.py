@@ -71,7 +71,6 @@ def profile(
     experts.
 
     Args:
-        kv_dtype: type of K/V. None means `dtype`.
         engine: the serving engine. Determines the framework of the kernels, and the time of the loop.
         folder: a folder of one kind of device, or with a subfolder for each kind, named as in `SYSTEMS`. None means the
             installed wheel's tables.
@@ -191,9 +190,7 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for the type of a part's products, and whether each step computes scales of
-        activations.
-        """
+        """Return the tables' name for a part's products, and whether each step computes scales of activations."""
         stored = self._stored(part)
         return stored_as(stored, self.tables.dtype), stored is not None and stored.finds_scales
 
@@ -277,9 +274,7 @@ class ImportedLayers:
         return analytic.surface(mixing.prompt), analytic.surface(mixing.decode), products
 
     def _in_turn(self, shapes: Sequence[tuple[float, float]], dtype: str, *, finds_scales: bool) -> Array:
-        """Return the seconds of two consecutive matrix products. The operator between them may round its result to
-        eight bits. # [tokens]
-        """
+        """Return the seconds of two consecutive matrix products. # [tokens]"""
         first, second = shapes
         before = self.tables.product(TOKENS, *first, dtype, finds_scales=finds_scales)
         return before + self.tables.product(TOKENS, *second, dtype, finds_scales=finds_scales, arrives_rounded=True)
@@ -287,7 +282,6 @@ class ImportedLayers:
     # Feed-forward blocks ----------------------------------------------------------------------------------------
 
     def _feed_forward(self, kind: Block, group: tuple[int, int]) -> Array:
-        """Return the seconds of the feed-forward block. # [tokens]"""
         spec, t, experts = self.spec, group[0], kind.experts
 
         def block(width: int, part: Part) -> Array:
@@ -360,9 +354,7 @@ def attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tupl
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return the shapes of a recurrent block's input and output projections on one of t devices. Each head's state is
-    assumed to be square.
-    """
+    """Return the shapes of a recurrent block's input and output projections on one of t devices."""
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 

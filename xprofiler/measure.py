@@ -80,7 +80,6 @@ def profile(
     """Measure a model's profile on this machine. Several devices are measured at the same time.
 
     Args:
-        kv_dtype: type of K/V. None means `dtype`.
         wait: waits until kernels have been compiled. On a busy machine, it is called only after weight layouts have
             been compared.
         progress: called with the number of measured points, the number of all points, and a text.
@@ -103,8 +102,6 @@ def profile(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of `profile`, and whether the machine is busy."""
-
     spec: ModelSpec
     cluster: ClusterSpec
     dtype: DType
@@ -185,9 +182,7 @@ def loading_rate(
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout for each shape of a model's weights on this CPU, at all these tensor-parallel
-    degrees.
-    """
+    """Return the fastest layout for each shape of a model's weights on this CPU, at these tensor-parallel degrees."""
     memory.keep_freed_memory()  # as in a worker, so that calls need not allocate buffers again
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
@@ -203,7 +198,6 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is
 
 
 def _together(asked: _Asked) -> Profile:
-    """Measure all groups of devices, hops and K/V transfers, with one process per device."""
     spec, dtype, count = asked.spec, asked.dtype, asked.cluster.num_devices
     threads: int | None = None
     layouts: dict[str, str] = {}
@@ -299,7 +293,7 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _sliced(of_tokens: Curve) -> Curve:
-    """Add a point for two slices at the end of the curve. A step with more tokens than a slice runs slice by slice.
+    """Add a point for two slices. A step with more tokens than a slice runs slice by slice.
 
     Extrapolating from the last two measured points would be wrong, since times on a GPU rise in stairs.
     """
@@ -333,7 +327,6 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
-    """Return the head's times plus the time that the last layer spends on sampled tokens after attention."""
     assert layer.last is not None
     whole, all_tokens = (dict(zip(side.points, side.seconds, strict=True)) for side in (layer.rest, layer.last))
     seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))

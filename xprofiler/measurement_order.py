@@ -1,6 +1,4 @@
-"""Order the measurements in several passes over all points. So no point is measured at only one of the clock's
-rates.
-"""
+"""Order measurements in several passes over all points. So no point is measured at only one of the clock's rates."""
 
 from __future__ import annotations
 

@@ -47,9 +47,7 @@ class Cell(NamedTuple):
 
     Attributes:
         load: open loop, closed loop, offline or disaggregated.
-        engine: serving framework.
         family: dense or experts.
-        device: name of the kind of device.
         profile: source of step times (imported or analytic).
     """
 
@@ -116,7 +114,6 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
-    """Return the end of a sentence about measurements that agree with `cell` in the fields `names`."""
     planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
         "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",

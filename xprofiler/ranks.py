@@ -141,7 +141,6 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
 
 
 def _run(task: RanksTask, wires: WorkerWires, others: Sequence[Connection], sender: Connection) -> None:
-    """Run one rank, with a connection to each other rank. The first rank sends the results."""
     spec, threads, rank = task.settings.spec, task.settings.threads, wires.worker
     meet = partial(_meet, others)
     links = Links.of_machine(wires)
@@ -197,7 +196,6 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function."""
     for other in others:
         other.send_bytes(b".")
     for other in others:

@@ -199,15 +199,11 @@ def measured_profile(
 
 
 def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> Path:
-    """Return the path of a file with the hash of the last profile that was measured for these arguments."""
     return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype, kv_dtype)}.sha256"
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
     """Read a profile from a user's file, and check that plans for these arguments can use it.
-
-    Args:
-        dtype: data type of the plan. None means the default on these devices.
 
     Raises:
         InputError: the file is malformed, or `check_belongs` refuses the profile.
@@ -246,8 +242,7 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Check that a plan's step times are those of `engine`, or of none. In another engine, the plan's figures would not
-    hold.
+    """Check that a plan's step times are those of `engine`, or of none.
 
     Raises:
         InputError: they are another engine's. The message names both engines, and states what to do.
@@ -279,9 +274,6 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     the datasheet.
 
     Nothing is measured, since a second measurement would give other times.
-
-    Args:
-        given: the plan's profile, or its file.
 
     Raises:
         InputError: `given` is not the plan's profile, or the profile is not on this machine.
@@ -357,12 +349,10 @@ def profile_vllm(
 
 
 def _path_of(content: str) -> Path:
-    """Return the path of the stored profile with this hash."""
     return cache_dir() / "profiles" / f"{content}.json"
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash, or None if it is missing or its file was changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:
@@ -371,9 +361,7 @@ def _kept(content: str) -> Profile | None:
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
-    """Return the model's name and a hash of all that step times depend on: the model's shape, dtypes, devices,
-    versions.
-    """
+    """Return the model's name and a hash of all that step times depend on."""
     shape = spec.shape.but(name="").model_dump_json()
     versions = [
         xgpt_version(cluster.device.type),

@@ -104,9 +104,7 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds in which `operator` rounds [m, k] or computes its scale. Return None if there is no
-        table.
-        """
+        """Return the milliseconds in which `operator` rounds [m, k] or computes its scale."""
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -130,9 +128,6 @@ class Tables:
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
         """Return the seconds of attention in a phase: for whole prompts ("context"), or for one token per request
         ("generation").
-
-        Args:
-            slower: factor on the table's latencies.
         """
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
@@ -175,7 +170,6 @@ class Tables:
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
-        """Raise latencies (ms) to the device's roofline for this number of FLOPs and of elements to read."""
         # Attention computes in half precision, even if K/V have another type.
         computed = dtype if name.startswith("gemm") else "bfloat16"
         least = 1e3 * self._least_s(dtype, computed, flops, reads)
@@ -242,7 +236,6 @@ class Tables:
     def _read(
         self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = (), **how: bool
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns of the nearest version's table."""
         path = self.paths(family, operator)[0]
         rows = self.read(path, columns, optional, **how)
         self.note(operator, path)
@@ -289,7 +282,6 @@ class Tables:
 
         Args:
             optional: columns to read only if the table has them.
-            may_be_zero: whether latencies may be 0.
 
         Raises:
             InputError: the file at `path` is malformed, or pyarrow is not installed.

@@ -69,7 +69,6 @@ class StepSizes(NamedTuple):
     Attributes:
         batches: numbers of requests that decode together.
         cached_tokens: largest sum of context tokens in a decode batch.
-        step_tokens: largest number of prompt tokens in a step.
         piece: number of tokens in a prompt chunk, enough to keep the device busy.
         captured_tokens: largest number of tokens of a step that vLLM runs as a CUDA graph, or 0 without graphs. A
             slightly larger step takes much longer, so it is measured, too.
@@ -139,9 +138,7 @@ class Probe(NamedTuple):
 
 
 def points(max_context: int, to_measure: StepSizes) -> list[Probe]:
-    """Return the steps to measure in each pass. Prompt chunks are smaller than `piece` if the context cannot contain
-    two.
-    """
+    """Return the steps to measure in each pass. Chunks are smaller than `piece` if the context cannot contain two."""
     batches, cached_tokens, step_tokens, piece, captured_tokens = to_measure
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
@@ -214,7 +211,6 @@ def _run(
     groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
 ) -> tuple[list[StepRecord], str, int | None]:
-    """Run these groups in vLLM. Return the log of its steps, its version, and its number of threads (None: unknown)."""
     vllm_python = python()
     block_size = block_size_of(cluster)
     num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
@@ -338,7 +334,6 @@ def fit(
 def _decode_attention(
     spec: ModelSpec, batches: Sequence[int], step: dict[Probe, float], rest: _Line, head: _Line
 ) -> Surface:
-    """Return the seconds of decode attention per layer."""
     decodes = [point for point in step if point.kind == "decode"]
     each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
     return Surface.filled(each, batches, [n for n in CONTEXTS if (1, n) in each])

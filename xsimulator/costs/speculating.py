@@ -72,7 +72,7 @@ class Draft:
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Returnthe bytes that a pass of the draft reads, divided by those that a layer of the model reads."""
+        """Return the bytes that a pass of the draft reads, divided by those that a layer of the model reads."""
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
         read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
