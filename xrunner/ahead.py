@@ -80,7 +80,6 @@ class AheadWorker(Worker):
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
-        """Launch the step that follows this one, if each request has K/V memory for one more token."""
         context = self._rows.context[rows]
         has_room = context // self.cache.block_size < self._rows.num_blocks[rows]
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:

@@ -40,12 +40,10 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the attention backends that run on a device in this dtype, the fastest first."""
     return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest attention backend that runs on a device in this dtype."""
     return usable_backends(device, dtype)[0]
 
 
@@ -56,7 +54,6 @@ class WorkerSettings:
     Attributes:
         kv_dtype: dtype of keys and values. None means the default for the weights' dtype.
         checkpoint: directory in Hugging Face layout. None means weights drawn from `seed`.
-        num_blocks: number of K/V cache blocks.
         backend: a name of `attention.BACKENDS`. None means the fastest that runs on the device.
         threads: CPU threads of this process. None leaves the number unchanged.
         layouts: layout in which a CPU stores weights of each shape (see `xrunner.packing.choice.pack`).
@@ -76,7 +73,6 @@ class WorkerSettings:
 
     @classmethod
     def of(cls, plan: Plan, num_blocks: int) -> WorkerSettings:
-        """Return the settings of a plan's workers."""
         return cls(
             spec=plan.model,
             dtype=plan.dtype,
@@ -168,7 +164,6 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
-    """Return the worker's device, and the dtype of its activations."""
     return torch.device(settings.device), state_dtype(settings.dtype, settings.device)
 
 

@@ -1,8 +1,7 @@
 """Pin each thread that computes steps to its own core, and measure how long steps waited for a core.
 
 Linux moves a thread away from a core on which another thread wakes up. If all cores are computing, the moved thread
-shares a core with another thread. The two threads then alternate every few milliseconds, even if one only spins at a
-barrier.
+shares a core with another thread.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaitMeter:
-    """Adds to each step's record the longest time for which a thread of this process was ready to run but had no core,
-    and passes the record on. It must be called in the thread that executes steps.
+    """Adds to each step's record the longest time for which a thread of this process was ready to run but had no core.
+    It must be called in the thread that executes steps.
 
     If another thread executes steps, the main thread is left out, since it answers requests and no step waits for it.
     Time for which a thread waited for a core between two steps counts towards the second step.

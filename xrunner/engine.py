@@ -34,17 +34,15 @@ class Inbox:
         self._wake = threading.Event()
 
     def put(self, handed_in: HandedIn) -> None:
-        """Add an item. Any thread may call this."""
+        """Any thread may call this."""
         self._queue.put(handed_in)
         self._wake.set()
         self._interrupt()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until an item has been added, for at most `timeout_s`."""
         self._wake.wait(timeout_s)
 
     def drain(self) -> Iterator[HandedIn]:
-        """Remove and yield the items, in order."""
         self._wake.clear()
         while not self._queue.empty():
             yield self._queue.get()
@@ -65,10 +63,8 @@ class Engine:
 
     Args:
         deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
-        reuse: whether requests share the K/V of common prompt prefixes.
 
     Attributes:
-        executor: the current executor of steps.
         scores_prompts: whether log probabilities of prompts are available.
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
         on_begin: called in `step`'s thread when a step begins, with the requests that start in it.
@@ -126,24 +122,20 @@ class Engine:
         self._inbox.put(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Adopt the plan's schedule. See `apply`."""
         self.apply(policies.build(plan))
 
     takes_seeds = True
 
     @property
     def resumes(self) -> bool:
-        """Return whether a request can continue by prefilling its prompt and output so far."""
         return self.executor.resumes
 
     @property
     def is_emptying(self) -> bool:
-        """Return whether requests wait until another plan has been deployed."""
         return self._redeployment.is_pending
 
     @property
     def is_changing(self) -> bool:
-        """Return whether the engine has been given a plan that it has neither adopted nor refused."""
         return self._redeployment.is_changing
 
     def wait(self, timeout_s: float) -> None:
@@ -221,7 +213,6 @@ class Engine:
             self._redeploy()
 
     def _enter(self, generation: Generation) -> None:
-        """Queue a request, or end it if it can never be executed."""
         chain = self._prefixes.of_prompt(generation, self.pool.block_size) if self.executor.resumes else ()
         request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
@@ -246,7 +237,6 @@ class Engine:
                 self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
-        """Release the workers, deploy the other plan, and admit the requests that were parked."""
         self.executor = Vacant()  # the old executor's memory is freed before the next one allocates
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
@@ -278,7 +268,6 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for a step's tokens, and return those that are new."""
         pool, executor = self.pool, self.executor
         tokens = self._progress.tokens(sampled, pool, executor.logprobs, executor.failed)
         finished = [token.id for token in tokens if token.finish]
@@ -307,14 +296,12 @@ class Engine:
         self._recover("a step has failed")
 
     def _give_up(self, id_: int, reason: str) -> None:
-        """End a request with an error, outside a step."""
         self._progress.forget(id_)
         self._suspects.forget(id_)
         self._grammars.forget([id_])
         self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
 
     def _recover(self, why: str) -> None:
-        """Restart with all requests that were waiting or running, in the order of their arrival."""
         logger.warning("%s; restarting with %d requests", why, len(self._progress.generations))
         self.executor.restart()
         old = self._schedule.pool
@@ -342,17 +329,12 @@ class Engine:
         return self.executor.uses()
 
     def close(self) -> None:
-        """Close the executor."""
         self._grammars.close()
         self.executor.close()
 
 
 def _request_of(generation: Generation, now_ns: int, chain: Chain) -> Request:
-    """Return a request as the schedule sees it.
-
-    Args:
-        chain: keys of the prompt's blocks that the request may share.
-    """
+    """Return a request as the schedule sees it."""
     return Request(
         generation.id,
         len(generation.prompt),

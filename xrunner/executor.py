@@ -31,7 +31,7 @@ class Use(NamedTuple):
 
 
 class Executor(Protocol):
-    """Executes an engine's steps on workers, which have the weights and the K/V.
+    """Executes an engine's steps on workers.
 
     Attributes:
         logprobs: log probabilities of the last step's tokens, for requests that ask for them.
@@ -158,7 +158,6 @@ class OneAtATime(ABC):
         """Do nothing, since there is no other process to check."""
 
     def restart(self) -> None:
-        """Forget all steps and requests, including those that a failed step has left incomplete."""
         self._begun.clear()
 
     def uses(self) -> list[Use]:

@@ -56,7 +56,6 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether each token is simply the one with the highest logit."""
         chooses = self.temperature or self.has_penalty or self.logit_bias or self.grammar is not None
         return self.logprobs is None and not chooses
 
@@ -94,9 +93,7 @@ class Generation:
     """A request in the form in which the server submits it.
 
     Attributes:
-        prompt: token ids.
         max_output: largest number of output tokens. The schedule knows nothing else about the output's length.
-        stop_token_ids: tokens that end the output.
         output_length: exact number of output tokens, for benchmarks. The output then ends as if by a stop token. The
             schedule does not know this number.
         sampling: how the request's tokens are chosen.
@@ -141,7 +138,6 @@ class Generation:
         )
 
     def finish(self, token: int, count: int) -> FinishReason | None:
-        """Return the reason why this output token, number `count`, is the last one, or None if it is not the last."""
         if token == NO_TOKEN:
             return "error"
         if token in self.stop_token_ids or count == self.output_length:
@@ -150,8 +146,6 @@ class Generation:
 
 
 class Token(NamedTuple):
-    """One output token of one request. A request's last token has a finish reason."""
-
     id: int
     token: int
     finish: FinishReason | None

@@ -76,12 +76,10 @@ OPTIONS = {
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar of a JSON schema's values."""
     return f"start: {json_rule(schema)}\n"
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return a Lark term that matches the values of a JSON schema."""
     return "object" if schema == ANY_OBJECT else f"%json {json.dumps(schema | OPTIONS)}"
 
 
@@ -92,7 +90,6 @@ def regex_rule(pattern: str) -> str:
 
 
 def choice_rule(choices: Sequence[str]) -> str:
-    """Return a Lark term of these texts."""
     return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)})"
 
 
@@ -134,11 +131,6 @@ def ranges(tokens: Collection[int]) -> str:
 class Grammars:
     """Grammars for a checkpoint's tokens. A separate thread reads the checkpoint's tokenizer. The first use waits for
     this thread.
-
-    Args:
-        tokenizer: path of tokenizer.json.
-        vocab_size: number of logits.
-        eos_token_ids: tokens that end an output.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -194,8 +186,7 @@ class Grammars:
         return state
 
     def compiled(self, grammar: str) -> Compiled:
-        """Return a compiled grammar. One that is in use or was used recently is not compiled again. Any thread may call
-        this.
+        """One that is in use or was used recently is not compiled again. Any thread may call this.
 
         Raises:
             MachineError: the tokenizer cannot be used.

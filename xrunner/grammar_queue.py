@@ -21,9 +21,6 @@ class _Compiled:
 
     Attributes:
         kept: an object that keeps the grammar compiled as long as the object is referenced.
-        account: name of the account for whose request the grammar was compiled.
-        users: the unfinished requests that follow the grammar.
-        has_begun: whether one of these requests has begun.
     """
 
     kept: object
@@ -38,8 +35,8 @@ class GrammarQueue:
 
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. A grammar
     is unused until one of its requests begins. At most `AHEAD_BYTES` of unused grammars are compiled, but each account
-    may always have one. Further requests wait in this queue. The next grammar comes from the account with the highest
-    priority or, among equals, from the one whose unused grammars are shortest in total, relative to its share.
+    may always have one. The next grammar comes from the account with the highest priority or, among equals, from the
+    one whose unused grammars are shortest in total, relative to its share.
 
     Any thread may call the methods.
 
@@ -61,7 +58,6 @@ class GrammarQueue:
         self._is_closed = False
 
     def submit(self, generation: Generation) -> None:
-        """Pass a request on immediately if it has no grammar, and otherwise when its grammar is compiled."""
         if (grammar := generation.sampling.grammar) is None:
             self._pass_on(generation)
             return
@@ -76,7 +72,6 @@ class GrammarQueue:
             self._changed.notify()
 
     def cancel(self, id_: int) -> bool:
-        """Remove a request if it is still in this queue. Return whether it was."""
         with self._changed:
             return any(self._drop(account, id_) for account in list(self._waiting))
 
@@ -89,7 +84,6 @@ class GrammarQueue:
         return True
 
     def begin(self, ids: Iterable[int]) -> None:
-        """Note that these requests begin."""
         if self._grammars:
             with self._changed:
                 for grammar in {self._grammars[id_] for id_ in ids if id_ in self._grammars}:
@@ -97,7 +91,7 @@ class GrammarQueue:
                 self._changed.notify()
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Note that these requests have ended. Requests without a grammar are ignored."""
+        """Requests without a grammar are ignored."""
         if self._grammars:
             with self._changed:
                 for id_ in ids:
@@ -109,13 +103,11 @@ class GrammarQueue:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread once it has compiled its current grammar."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
     def _drop(self, account: str, id_: int) -> bool:
-        """Remove a waiting request. Return whether it was waiting under this account."""
         requests = self._waiting[account]
         found = requests.pop(id_, None) is not None
         if not requests:
@@ -128,9 +120,6 @@ class GrammarQueue:
         self._pass_on(generation)  # within the lock, so that no request is passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return the request whose grammar to compile next. Return None if no request waits, or if it would make the
-        unused grammars too long in total.
-        """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():
             if not compiled.has_begun:

@@ -100,7 +100,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def _short(value: object) -> object:
-    """Return a field in the form in which it is logged: only the beginning of texts and lists, numbers unchanged."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, list):
@@ -134,7 +133,6 @@ class BackgroundHandler(logging.Handler):
             self._num_lost += 1
 
     def flush(self) -> None:
-        """Wait until all lines are written, but no longer than `END_S`."""
         end_s = time.monotonic() + END_S
         while self._lines.unfinished_tasks and time.monotonic() < end_s:
             time.sleep(0.005)

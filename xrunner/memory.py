@@ -57,7 +57,6 @@ def ask_for_heap() -> None:
 
 @cache
 def _heap_begin() -> int | None:
-    """Return the address of the heap's first page, or None if the system does not report it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

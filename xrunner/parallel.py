@@ -63,7 +63,6 @@ class Share(NamedTuple):
 
 
 def share(full: int, rank: int, degree: int) -> Share:
-    """Return a rank's share of `full` items. Shares are as equal as possible."""
     return Share(full * rank // degree, full * (rank + 1) // degree, full)
 
 
@@ -81,11 +80,8 @@ class Part:
     """The part of a model that one rank holds.
 
     Attributes:
-        spec: the whole model.
         layers: the rank's decoder layers, [first, last).
         encoder_layers: the rank's encoder layers, [first, last).
-        is_first: whether the rank embeds tokens.
-        is_last: whether the rank computes logits.
         rank, degree: the rank's number among the ranks that share these layers, and the number of these ranks.
         ep: number of parts into which the ranks divide a layer's experts. The ranks of one part hold slices of its
             experts.
@@ -116,13 +112,12 @@ class Part:
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> Part:
-        """Return all of a model, on one device."""
         return cls(spec, (0, spec.num_layers), (0, spec.num_encoder_layers))
 
     @property
     def kv_heads(self) -> Share:
-        """K/V heads that this rank caches. They are the rank's share of the heads. If there are more ranks than heads,
-        the share is one head. Other ranks cache the same head.
+        """K/V heads that this rank caches. If there are more ranks than heads, the share is one head. Other ranks cache
+        the same head.
         """
         total = self.spec.num_kv_heads
         if self.degree <= total:
@@ -137,7 +132,6 @@ class Part:
 
     @property
     def heads(self) -> Share:
-        """Query heads of this rank: the heads that read this rank's keys and values."""
         spec, kv = self.spec, self.kv_heads
         group = spec.num_heads // spec.num_kv_heads
         readers = max(1, self.degree // spec.num_kv_heads)
@@ -150,19 +144,16 @@ class Part:
 
     @property
     def experts(self) -> Share:
-        """Experts of which this rank holds slices."""
         number = self.spec.experts.number if self.spec.experts is not None else 0
         return share(number, self.rank // (self.degree // self.ep), self.ep)
 
     @property
     def expert_ffn(self) -> Share:
-        """Columns of each expert that this rank holds."""
         size, slices = self.spec.experts.ffn_size if self.spec.experts is not None else 0, self.degree // self.ep
         return share(size, self.rank % slices, slices)
 
     @property
     def shared_ffn(self) -> Share:
-        """Columns of the shared experts that this rank holds."""
         return share(self.spec.experts.shared_ffn_size if self.spec.experts else 0, self.rank, self.degree)
 
     @property
@@ -250,7 +241,6 @@ def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, device: str) -> None:
-    """Allocate a parameter in all modules that hold it."""
     (module, leaf), *_ = places
     new = parameter(torch.empty(module._parameters[leaf].shape, dtype=dtype, device=device))  # type: ignore[union-attr]
     for module, leaf in places:
@@ -258,7 +248,6 @@ def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, dev
 
 
 def join(model: Model, group: Group) -> None:
-    """Add hooks that add up the partial sums of the group's ranks."""
 
     def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return group.add_up(output)
@@ -270,7 +259,6 @@ def join(model: Model, group: Group) -> None:
 
 
 def _drop_biases(model: Model, part: Part) -> None:
-    """Keep a bias on only one of the ranks whose results are added up."""
     for module in _reduced(model):
         match module:
             case Linear() if part.rank:
@@ -343,8 +331,6 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
 
 
 class Vocabulary:
-    """Chooses tokens when each rank has only the logits of its share of the vocabulary."""
-
     def __init__(self, part: Part, group: Group) -> None:
         self._group = group
         self._first = part.vocabulary.start

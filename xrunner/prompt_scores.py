@@ -15,30 +15,24 @@ from xrunner.sampling import logprobs_of
 
 
 class PromptScores:
-    """The log probabilities of running requests' prompt tokens so far (their scores)."""
-
     def __init__(self) -> None:
         self._scores: dict[int, list[Logprobs]] = {}
         self._num_top: dict[int, int] = {}
         """For each request, the number of most probable tokens to report with each prompt token."""
 
     def start(self, generation: Generation) -> None:
-        """Score the request's prompt if it asks for that."""
         num_top = generation.sampling.prompt_logprobs
         if num_top is not None and generation.is_scored:
             self._scores[generation.id], self._num_top[generation.id] = [], num_top
 
     def forget(self, id_: int) -> None:
-        """Forget a request."""
         self._scores.pop(id_, None)
         self._num_top.pop(id_, None)
 
     def concern(self, step: Step) -> bool:
-        """Return whether the step contains a prompt that is scored."""
         return any(chunk.id in self._scores for chunk in step.encode)
 
     def places(self, step: Step, prompts: Mapping[int, np.ndarray]) -> ScoredPlaces | None:
-        """Return the positions in a step after which prompt tokens are scored, or None if the step has none."""
         return ScoredPlaces.at(step, prompts, self._num_top)
 
     def add(self, places: ScoredPlaces, logits: Tensor) -> None:
@@ -47,7 +41,6 @@ class PromptScores:
             self._scores[id_] += scores
 
     def take(self, id_: int) -> tuple[Logprobs, ...]:
-        """Return the scores of a prompt whose prefill has finished, and forget them."""
         return tuple(self._scores.pop(id_, ()))
 
 
@@ -68,11 +61,7 @@ class ScoredPlaces:
 
     @classmethod
     def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> ScoredPlaces | None:
-        """Return the scored positions of a step, or None if the step has none.
-
-        Args:
-            num_top: most probable tokens to report, by request whose prompt is scored.
-        """
+        """Return the scored positions of a step, or None if the step has none."""
         if not num_top:
             return None
         begin, rows, targets, requests = len(step.decode), [], [], []

@@ -18,8 +18,6 @@ OnStep = Callable[[StepRecord], None]
 
 
 class _Begun(NamedTuple):
-    """The state at the beginning of a step, from which the step's record is built."""
-
     number: int
     start_ns: int
     settled: int
@@ -39,7 +37,6 @@ class Recorder:
         self._listeners.append(on_step)
 
     def clear(self) -> None:
-        """Start a new log."""
         self._arrivals: list[Arrival] = []
         """Requests received since the last step began."""
         self._cancelled: list[tuple[int, int]] = []
@@ -50,11 +47,9 @@ class Recorder:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no step is being executed."""
         return self._num_begun == self._num_settled
 
     def arrive(self, request: Request) -> None:
-        """Note that a request was received."""
         size = request.input_length, request.max_output
         self._arrivals.append(
             Arrival(
@@ -70,7 +65,6 @@ class Recorder:
         )
 
     def cancel(self, id_: int) -> None:
-        """Note that a request was removed."""
         self._cancelled.append((id_, self._num_settled))
 
     def begin(self, step: Step, start_ns: int) -> None:
@@ -93,7 +87,6 @@ class Recorder:
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> None:
-        """Record as a `StepRecord` that a step was settled, and which requests ended in it."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:

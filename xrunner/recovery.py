@@ -23,7 +23,6 @@ class Ledger:
         """Number of tokens that restarted requests generate again."""
 
     def has_begun(self, id_: int) -> bool:
-        """Return whether the request has generated a token."""
         return id_ in self._generated
 
     def tokens(
@@ -41,27 +40,21 @@ class Ledger:
         return self.without_repeated(tokens)
 
     def note(self, token: Token) -> None:
-        """Note one more token of a request."""
         self._generated.setdefault(token.id, []).append(token.token)
 
     def forget(self, id_: int) -> None:
-        """Forget a request that has ended or was lost."""
         self.generations.pop(id_, None)
         self._generated.pop(id_, None)
         self._repeated.pop(id_, None)
 
     def sequence(self, id_: int) -> tuple[int, ...]:
-        """Return a request's prompt and output so far."""
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """Return a request in the form in which it is prefilled. After a preemption, its prompt contains the output so
-        far.
-        """
+        """After a preemption, its prompt contains the output so far."""
         return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
-        """Note that these requests generate their tokens again."""
         self._repeated |= {id_: len(self._generated[id_]) for id_ in ids if id_ in self._generated}
 
     def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
@@ -87,7 +80,6 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return only those tokens of a step that were not returned before."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]
@@ -145,26 +137,22 @@ class Suspects:
         return culprit
 
     def recall(self, pool: Pool) -> list[Request]:
-        """Return the requests of the lost workers' pool, except suspects, which are held back."""
         requests = [*self._held.values(), *pool.running.values(), *pool.waiting]
         self._held = {request.id: request for request in requests if request.id in self._suspected}
         self._tried = None
         return [request for request in requests if request.id not in self._suspected]
 
     def next(self) -> Request | None:
-        """Return the next suspect, or None if none may be admitted now."""
         if self._tried is not None or not self._held:
             return None
         self._tried = next(iter(self._held))
         return self._held.pop(self._tried)
 
     def clear(self, sampled: Collection[int]) -> None:
-        """Clear these requests of suspicion, since they have generated a token."""
         if self._tried is not None and self._tried in sampled:
             self.forget(self._tried)
 
     def forget(self, id_: int) -> bool:
-        """Forget a request that has ended or was cleared. Return whether it was held back."""
         if id_ == self._tried:
             self._tried = None
         self._suspected.discard(id_)

@@ -28,12 +28,10 @@ class Redeployment:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether another plan waits to be deployed."""
         return self._next is not None
 
     @property
     def is_changing(self) -> bool:
-        """Return whether a plan was announced that has been neither adopted nor refused."""
         return self._num_settled < self._num_plans
 
     def announce(self) -> None:
@@ -59,11 +57,9 @@ class Redeployment:
         return False
 
     def park(self, generation: Generation) -> None:
-        """Park a request until the other plan has been deployed."""
         self._parked[generation.id] = generation
 
     def forget(self, id_: int) -> None:
-        """Remove a request if it is parked."""
         self._parked.pop(id_, None)
 
     def run(self, before: Schedule) -> tuple[Schedule, Executor, str | None]:

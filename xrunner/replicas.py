@@ -145,7 +145,6 @@ class Replicas:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step that ends in any replica, or None if none has ended."""
         while True:
             self._wake.clear()
             try:
@@ -190,7 +189,6 @@ class Replicas:
         number: int,
         built: SimpleQueue[tuple[int, Engine | BaseException]],
     ) -> None:
-        """Run one replica. This is the target of the replica's thread."""
         try:
             engine = build(number, lambda record: self._outcomes.put(record._replace(replica=number)))
         except BaseException as error:

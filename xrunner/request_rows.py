@@ -58,7 +58,6 @@ class RequestRows:
         return row
 
     def release(self, id_: int) -> int:
-        """Free a request's row. Return the row's index."""
         row = self._row.pop(id_)
         self._free.append(row)
         return row

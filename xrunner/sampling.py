@@ -82,7 +82,6 @@ class Sampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every row is greedy, without penalties, biases, grammars and log probabilities."""
         return not self._active
 
     def takes_highest(self, rows: np.ndarray) -> bool:
@@ -154,7 +153,6 @@ class Sampler:
         )
 
     def release(self, row: int) -> None:
-        """Forget the request of `row`."""
         if row not in self._active:
             return
         self._active.remove(row)

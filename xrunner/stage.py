@@ -48,7 +48,6 @@ class StageModel:
 
     @property
     def runs_encoder_first(self) -> bool:
-        """Return whether prompts go through the pipeline twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
     def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
@@ -88,7 +87,6 @@ class StageModel:
         return None
 
     def _memory(self, batch: Batch) -> Tensor | None:
-        """Return the encoder's output for the batch's prompts, or None if the batch has no prompts."""
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None
@@ -99,5 +97,5 @@ class StageModel:
 
 
 def _num_prompt_tokens(batch: Batch) -> int:
-    """Return the number of prompt tokens. Each sequence has one more token, which starts its decoder."""
+    """Each sequence has one more token, which starts its decoder."""
     return len(batch.token_ids) - len(batch.context_len)

@@ -31,8 +31,6 @@ class Piece(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """A request in transfer: its blocks on this worker, and the number of its prompt tokens."""
-
     id: int
     blocks: list[int]
     num_tokens: int

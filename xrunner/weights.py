@@ -65,7 +65,6 @@ class Weight(NamedTuple):
     """One tensor of a checkpoint, and its destination.
 
     Attributes:
-        name: name in the checkpoint.
         out: destination in the model: a parameter, or some rows of a parameter that fuses several tensors.
         transposed: whether the checkpoint stores the tensor as [in, out].
         cut: the part of the stored tensor that is needed. None means all of it.
@@ -198,7 +197,6 @@ class Checkpoint:
             )
 
     def _has_scales(self, name: str, stored: Any) -> bool:
-        """Return whether a weight is a matrix in eight bits with scales that fit."""
         scales, shape = name_of_scales(self._files, name), stored.get_shape()
         if stored.get_dtype() not in EIGHT_BITS or scales is None or len(shape) != 2:
             return False
@@ -210,9 +208,7 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """Return a tensor's file, and its name there. In some checkpoints, names have a shorter or an additional
-        prefix.
-        """
+        """In some checkpoints, names have a shorter or an additional prefix."""
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
             if found in self._files:
@@ -321,7 +317,6 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
 
 
 def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
-    """Return the model without memory, after checking that its weights exist."""
     if dtype not in part.spec.run_dtypes:
         raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(part.spec.run_dtypes)}")
     model = build(part)
@@ -330,14 +325,13 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
 
 
 def weights_of(model: Model, part: Part) -> Iterator[Weight]:
-    """Yield every tensor that a checkpoint stores for a part of the model. A tied head is stored as the embedding."""
+    """A tied head is stored as the embedding."""
     cut = cuts(model, part)
     for name in places_of(model):
         yield from _pieces(model, part, name, cut.get(name))
 
 
 def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) -> Iterator[Weight]:
-    """Yield the tensors that form a parameter."""
     owner, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
     names = model.checkpoint_parameters(name)
     parts: tuple[Cut | None, ...] = cut or (None,)

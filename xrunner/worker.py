@@ -107,7 +107,6 @@ class Worker(OneAtATime):
         self._rows.context[row] = cached
 
     def _take_row(self, generation: Generation, table: BlockTable) -> int:
-        """Reserve a row for a request with these blocks. Return the row's index."""
         row = self._rows.take(generation.id, table.blocks, len(generation.prompt))
         if self.model.has_head and self.model.runs_decoder:
             cut = len(generation.prompt) - generation.num_resumed
@@ -116,18 +115,16 @@ class Worker(OneAtATime):
         return row
 
     def cargo(self, part: Part) -> Cargo:
-        """Return the object that reads and writes the worker's part of transfers between WAA's lanes."""
         if self.model.decoder_start:
             return EncoderOutputs(self.encoder_outputs, self.model.spec.hidden_size, self.dtype)
         return CachePart(self.cache, part)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
         return next(self.model.parameters()).dtype
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. Requests that never started, and repeated ids, are ignored."""
+        """Requests that never started, and repeated ids, are ignored."""
         started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._rows]
         for id_ in started:
             self.encoder_outputs.pop(id_, None)
@@ -140,7 +137,6 @@ class Worker(OneAtATime):
         self.release(list(self._rows))
 
     def set_last_tokens(self, ids: Collection[int], tokens: Collection[int]) -> None:
-        """Set the last generated token of requests whose tokens another stage has chosen."""
         self._rows.last_token[self._rows.of(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def run_encoder(self, step: Step) -> None:
@@ -195,14 +191,12 @@ class Worker(OneAtATime):
         return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.encoder_outputs))
 
     def _pass_encoder_outputs(self, part: Step) -> None:
-        """Pass to the stage the encoder outputs that another lane has computed for the prompts in `part`."""
         outputs = [self.encoder_outputs.pop(chunk.id) for chunk in part.encode if chunk.id in self.encoder_outputs]
         if outputs:
             assert self._stage is not None
             self._stage.take_encoder_output(torch.cat(outputs).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
-        """Yield the parts of a step, each of which the model runs as one batch."""
         for part in slices(step, SCORED_TOKENS if self._scores.concern(step) else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
