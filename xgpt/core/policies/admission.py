@@ -112,14 +112,12 @@ class Queue:
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
 
     def push_front(self, request: Request) -> None:
-        """Add a preempted request before all others of its account. A preempted request does not expire."""
+        """A preempted request does not expire."""
         self._returned[request.id] = request
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request after all others of its account. It enters after them, or earlier once it is
-        overdue.
-        """
+        """Add a preempted request after all others of its account."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
@@ -140,9 +138,7 @@ class Queue:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """Return the next `count` requests (fewer if fewer wait), in the order in which they would enter without new
-        arrivals.
-        """
+        """Return the next `count` requests, in the order in which they would enter without new arrivals."""
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
@@ -209,7 +205,6 @@ class Queue:
         return row
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Put requests that `fill_row` has removed back in their former positions in the queue."""
         for request in requests:
             number = self._taken[request.id]
             self._waiting[request.id], self._numbers[request.id] = request, number

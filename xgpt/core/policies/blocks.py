@@ -41,7 +41,6 @@ class FoundBlocks(NamedTuple):
     """The cached blocks that match the beginning of a chain.
 
     Attributes:
-        blocks: the numbers of these blocks, in order.
         num_used: number of these blocks that are in use. Sharing them takes no further memory.
     """
 
@@ -55,11 +54,7 @@ NOTHING = FoundBlocks((), 0, (), 0)
 
 
 class Blocks:
-    """The K/V blocks of one lane. All stages of the lane use the same block numbers.
-
-    When a request needs one more block, it gets a free one. If none is free, the least recently used cached block (the
-    one released first) is evicted for it.
-    """
+    """The K/V blocks of one lane. All stages of the lane use the same block numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -137,9 +132,7 @@ class Blocks:
         return block
 
     def name(self, table: BlockTable, chain: Chain, count: int) -> None:
-        """Register the first `count` blocks of a table under the keys of a chain, so that later requests find these
-        blocks.
-        """
+        """Register the first `count` blocks of a table under the keys of a chain."""
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
@@ -154,7 +147,7 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Remove a chain's keys, so that no later request shares its blocks. Requests that use the blocks keep them."""
+        """Remove a chain's keys. Requests that use the blocks keep them."""
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)

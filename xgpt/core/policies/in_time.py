@@ -1,7 +1,7 @@
 """Implement admission order in-time: as many requests as possible get their first token within the bound.
 
 If not all waiting prompts can be prefilled in time, as few as possible are deferred, the longest first. This is Moore
-and Hodgson's algorithm. Partly prefilled prompts can be deferred, too.
+and Hodgson's algorithm.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -50,11 +50,7 @@ class Job(NamedTuple):
 
 
 class FirstTokens(NamedTuple):
-    """The bound on TTFT, and the step times from which prefill times are predicted.
-
-    Attributes:
-        ttft_ns: bound on the time from arrival to the first token, for accounts without their own bound.
-    """
+    """The bound on TTFT, and the step times from which prefill times are predicted."""
 
     clock: StepClock
     ttft_ns: int

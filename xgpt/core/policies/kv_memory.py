@@ -40,7 +40,6 @@ class KvMemory:
 
     @property
     def is_full(self) -> bool:
-        """Whether every block is in use or promised."""
         return self.num_reserved == self.decodes.count
 
     def blocks_for(self, tokens: int) -> int:
@@ -134,7 +133,7 @@ class KvMemory:
         return request.input_length - request.table.found * self.block_size
 
     def forget_prompt(self, request: Request) -> None:
-        """Release a request's blocks in the encode lane, since the decode lane now has the K/V of its whole prompt."""
+        """Release a request's blocks in the encode lane."""
         if request.table is not None:
             self.decodes.name(request.table, request.chain, request.encoded // self.block_size)
         if request.prompt_table is not None:
@@ -142,7 +141,7 @@ class KvMemory:
             request.prompt_table = None
 
     def name_prompt(self, request: Request) -> None:
-        """Give keys to the full, computed blocks of a prompt, so that later requests find them."""
+        """Give keys to the full, computed blocks of a prompt."""
         if not request.chain:
             return
         count = request.encoded // self.block_size

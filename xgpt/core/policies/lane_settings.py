@@ -23,14 +23,11 @@ class LaneSettings:
     """The settings that distinguish one single-lane policy from another.
 
     Attributes:
-        mix: whether a step may both encode and decode.
         encode_every: number of decode iterations between two steps that encode (only without `mix`).
         encode_tokens: target mean number of prompt tokens in a step that encodes. None means no target.
         carried_batch: planned mean number of decoding requests when a phase begins (only with `encode_tokens`).
         decode_batch: planned mean number of decoding requests after a phase's encode step (only with `encode_tokens`).
         token_budget: largest number of tokens in a step. Prompts are cut to fit. None means no limit.
-        max_batch: largest number of requests in the lane.
-        refill_when_empty: whether requests enter only after the whole batch has finished.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts,
             including cached tokens.
         encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).

@@ -42,7 +42,6 @@ class Pool(Running):
             plan's probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
             Only for "reserve".
-        waiting: an empty queue for the waiting requests. None means that requests enter in order of arrival.
         encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
             the encoder cannot read output tokens.
 

@@ -68,7 +68,6 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Number of prompt tokens whose log probabilities are computed during prefill."""
         return self.input_length if self.is_scored and not self.generated else 0
 
     @property
@@ -97,10 +96,8 @@ class Step(NamedTuple):
     """One iteration of one micro-batch of a lane.
 
     Attributes:
-        encode: the prompt chunks to encode.
         transfer: ids of the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is
             "transfer").
-        lane: the group of workers that executes the step.
         microbatch: number of the micro-batch within the lane, from 0.
         grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order.
     """
@@ -134,7 +131,6 @@ class MicroBatch:
         decoding: requests that decode, in the order in which they began to decode.
         stopped: requests in `decoding` or `held` that get no further token.
         assumed: the running step whose tokens are already counted, so that the next step can be scheduled.
-        iterations: number of decode steps so far.
         context: total number of prompt and output tokens of the requests that get a token in the next decode step.
         input_tokens: total number of prompt tokens of these requests.
         joining_tokens: total number of prompt tokens of those among them that have no output token yet.
@@ -178,7 +174,6 @@ class MicroBatch:
 
     @property
     def num_decoding(self) -> int:
-        """Number of requests that get a token in the next decode step."""
         return len(self.decoding) + len(self.held) - len(self.stopped)
 
     @property
@@ -224,7 +219,6 @@ class MicroBatch:
             self.recall(request, request.max_output - request.generated)
 
     def stop(self, request: Request) -> None:
-        """Give a request no further tokens. It keeps its slot."""
         self._stop_counting(request)
         self.stopped.add(request.id)
 
@@ -239,7 +233,6 @@ class MicroBatch:
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:
-        """Remove and return the requests to check in this iteration, in the order in which they began to decode."""
         entries = self._due.pop(self.iterations, ())
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 

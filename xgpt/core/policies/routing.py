@@ -1,7 +1,5 @@
 """Choose the replica for a request: the one that was last sent the prompt's prefix, unless it is much busier than
 another.
-
-This code routes the requests of servers, and of traces when several replicas are planned or simulated.
 """
 
 from __future__ import annotations

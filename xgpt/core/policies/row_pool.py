@@ -26,9 +26,7 @@ class _RowBatch:
     """A running batch.
 
     Attributes:
-        present: ids of the requests that have not left.
         slot: by id, the slot of each request, including requests that have left.
-        slot_blocks: number of blocks of a slot.
         blocks: number of blocks of all slots that are not free.
     """
 
@@ -143,9 +141,7 @@ class RowPool(Pool):
         return members
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Stop requests that have reached their maximum output. No request needs blocks, since slots have memory for
-        all outputs.
-        """
+        """No request needs blocks, since slots have memory for all outputs."""
         for request in batch.due():
             if request.id in batch.held and request.generated >= request.max_output:
                 batch.stop(request)

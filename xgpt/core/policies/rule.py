@@ -30,8 +30,7 @@ class PromptBudget:
     phases.
 
     A prompt is encoded only if the budget's remaining tokens are at least half of the prompt's tokens. So every phase
-    is within half a prompt of the target, and the mean is the target. Prompts of different lengths then neither cost
-    throughput nor stall the decode batch.
+    is within half a prompt of the target, and the mean is the target.
 
     Source: ExeGPT sec. 5.2.
     """
@@ -81,7 +80,6 @@ class OneLaneRule:
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Return whether the current phase has run all its decode iterations or has no requests left."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
@@ -128,9 +126,6 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether waiting prompts stay out of this step: the engine does not check for new requests now, or
-        prompts wait for more prompts.
-        """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
             return True

@@ -33,7 +33,6 @@ class StepsUnderWay:
         self._steps.remove(step)
 
     def touches(self, id_: int) -> bool:
-        """Return whether a running step includes this request."""
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
@@ -59,7 +58,6 @@ class Running:
         runs_ahead: whether a step is scheduled while the previous one runs, so that requests are assumed to continue up
             to their maximum output.
         under_way: running steps, whose results have not been processed yet.
-        num_preemptions: number of preemptions so far.
         num_scored: number of prompt tokens for which the next step will compute log probabilities.
     """
 
@@ -112,7 +110,6 @@ class Running:
         self.running[request.id] = request
 
     def move(self, request: Request, batch: MicroBatch) -> None:
-        """Move a running request, with its K/V, to another micro-batch."""
         assert request.batch is not None
         if request.id in request.batch.encoding:
             batch.encoding[request.id] = request.batch.encoding.pop(request.id)
@@ -163,7 +160,6 @@ class Running:
         return num_spare + self.memory.block_size
 
     def has_room(self, batch: MicroBatch) -> bool:
-        """Return whether every decoding request can get a block for its next token without preemption."""
         if self._promises_whole:
             return True
         size, num_cached = self.memory.block_size, self.memory.num_cached

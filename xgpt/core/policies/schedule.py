@@ -175,9 +175,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the next step can be scheduled while a step runs. To decide this, count the running step's
-        tokens.
-        """
+        """To decide this, count the running step's tokens."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -198,9 +196,6 @@ class OneLane(Schedule):
         return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
-        """Return whether micro-batch `number` may begin its next phase: no other micro-batch is still in the present
-        one.
-        """
         if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase
@@ -208,7 +203,6 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """Once the previous static batch has left, admit the next one, and spread it evenly over the micro-batches."""
         if self.pool.running:
             return
         pool, count = self.pool, len(self._batches)

@@ -109,8 +109,6 @@ class Slack(NamedTuple):
     def even_tokens(self, to_encode: Iterable[int]) -> int:
         """Return the largest number of prompt tokens that a step may take if every micro-batch gets an equal number.
 
-        If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
-
         Args:
             to_encode: for each waiting or partly encoded prompt, the number of tokens not encoded yet.
         """
@@ -169,16 +167,11 @@ class LaneForecast:
         batch.joined.clear()
 
     def restart(self, batch: MicroBatch) -> None:
-        """Discard a micro-batch's due times after a change of settings. They are computed again."""
         self._due.pop(batch, None)
         batch.joined[:] = batch.decoding.values()
 
     def free_ns(self, now_ns: int, num_under_way: int) -> int:
-        """Return the time at which the first stage can begin a step that is scheduled at `now_ns`.
-
-        Args:
-            num_under_way: number of steps that have begun but not ended.
-        """
+        """Return the time at which the first stage can begin a step that is scheduled at `now_ns`."""
         while len(self._begun) > num_under_way:
             self._begun.popleft()
         free_ns = 0

@@ -71,7 +71,6 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Pack requests into rows of at most `row_tokens` prompt tokens, first-fit decreasing."""
     rows: list[list[Request]] = []
     room: list[int] = []
     for one in sorted(requests, key=lambda one: -one.input_length):

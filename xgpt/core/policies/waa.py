@@ -31,9 +31,7 @@ class TwoLaneSettings:
 
     Attributes:
         encode_tokens: target mean number of prompt tokens of an encode batch.
-        encode_blocks: number of K/V blocks of the encode lane. They hold prompts until their K/V has been moved.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
-        decode_batch: planned mean number of decoding requests.
         adjustment: if the number of decoding requests differs from `decode_batch` by more than this share, encode
             batches are made smaller or larger by this share. 0 means never.
         buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
@@ -228,7 +226,6 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let requests whose K/V has been moved join a micro-batch, up to its equal share of all decoding requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
