@@ -213,7 +213,6 @@ class Kernels:
     Attributes:
         elementwise: share of the datasheet's memory bandwidth that norms and activation functions achieve in half
             precision.
-        size, state: bytes per element of weights, and of hidden states and logits.
         of_head: computes the times of the output head. With float8 weights, the head is bfloat16.
 
     Raises:

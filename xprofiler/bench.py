@@ -150,8 +150,7 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 
 
 def spread(steps: Sequence[float]) -> float:
-    """Return the relative excess of the 90th percentile of step times over their mean. Both are computed from means of
-    a few consecutive steps.
+    """Return the relative excess of the 90th percentile of step times over their mean.
 
     With single steps, one long stall could raise the mean above nine tenths of the steps.
 
@@ -192,8 +191,7 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: those whose count is a power of two, and every second length. The
-    shortest length of large batches is included, since longer ones are extrapolated from it.
+    """Return the points to measure on a busy machine: those whose count is a power of two, and every second length.
 
     Large steps are not measured: `filled` extrapolates their times linearly. The time of attention is not linear, so
     single prompts are measured up to the longest.
@@ -249,11 +247,8 @@ class Bench:
     """Measures the points of a profile on one worker. Several workers may measure at the same time.
 
     Args:
-        meet: waits until all these workers have called it. They must measure the same points. None means that there is
-            one worker.
         in_group: whether the workers form a tensor-parallel group, whose ranks wait for each other in every call.
-        is_brief: whether to measure only some points, in two passes, because the machine is busy. `filled` computes the
-            others.
+        is_brief: whether to measure only some points, in two passes.
     """
 
     typical_sequences: Sizes = TYPICAL_STEP
@@ -557,9 +552,6 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     would have in service.
 
     On a small shared machine, one thread may be the fastest.
-
-    Args:
-        part, parts: see `take_cores`.
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}

@@ -25,9 +25,6 @@ class Ahead:
 
     If a process fails, its kernels are compiled when they are needed. Leaving the context ends processes that still
     run.
-
-    Args:
-        is_cpu: whether the model runs on this machine's CPUs. Otherwise nothing is compiled.
     """
 
     def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None, *, is_cpu: bool) -> None:

@@ -2,8 +2,7 @@
 
 A decoder layer's `rest` is the time of a decode step minus self- and cross-attention, embedding and head, per layer. A
 step that encodes also runs the decoder on its start tokens. An encoder layer's `rest` is the time of such a step minus
-embedding, head, attention, the decoder's time, and the time to compute the prompts' keys and values, per layer. So the
-parts of a step in `xsimulator.costs.step_cost` add up to the step's measured time.
+embedding, head, attention, the decoder's time, and the time to compute the prompts' keys and values, per layer.
 """
 
 from __future__ import annotations
@@ -204,7 +203,6 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     """Return the times of a decoder layer and of an encoder layer at one tensor-parallel degree.
 
     Args:
-        measured: times on a group of `degree` devices.
         alone: times on one device. A profile has only one device's time of the embedding. The group's difference
             from it is included in the layers.
     """

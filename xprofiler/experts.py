@@ -98,7 +98,6 @@ class ExpertTable:
     """Computes the times of a model's experts, including routing, on a group's busiest device.
 
     Args:
-        dtype: the tables' name for the type of the products.
         rounds: whether to use kernels that round activations to eight bits, if the tables have any.
     """
 

@@ -71,7 +71,6 @@ def profile(
     experts.
 
     Args:
-        engine: the serving engine. Determines the framework of the kernels, and the time of the loop.
         folder: a folder of one kind of device, or with a subfolder for each kind, named as in `SYSTEMS`. None means the
             installed wheel's tables.
 

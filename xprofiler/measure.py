@@ -82,7 +82,6 @@ def profile(
     Args:
         wait: waits until kernels have been compiled. On a busy machine, it is called only after weight layouts have
             been compared.
-        progress: called with the number of measured points, the number of all points, and a text.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or silent

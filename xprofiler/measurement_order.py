@@ -16,11 +16,7 @@ Point = TypeVar("Point")
 
 
 def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int], passes: int = PASSES) -> list[Point]:
-    """Return the points of all passes, one pass after the other. Points with long prompts are only in some passes.
-
-    Args:
-        prompt_tokens: returns the number of prompt tokens that a point encodes.
-    """
+    """Return the points of all passes, one pass after the other. Points with long prompts are only in some passes."""
     once = list(points)
     return [
         point

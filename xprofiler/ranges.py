@@ -62,7 +62,6 @@ class Likely(NamedTuple):
     """A likely range: the measured value is probably between `low` and `high` times the prediction.
 
     Attributes:
-        rows: number of ratios from which the range is computed. 0 if there were too few.
         shared: what these measurements have in common with the prediction, such as " of dense models, planned from
             datasheets".
     """

@@ -42,7 +42,6 @@ class Steps:
 
     Attributes:
         parts: predicted seconds of each part. # [steps, PARTS]
-        first_request: the lowest id among a step's requests.
     """
 
     parts: Array

@@ -1,8 +1,7 @@
 """Find by simulation the highest arrival rate at which a plan keeps its bounds, waiting included.
 
-Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and with the same gaps,
-scaled to the rate (common random numbers). One replica is simulated with its share of the arrivals. A run ends as soon
-as more requests have broken their bounds than the quantile allows.
+Every rate is simulated with the same lengths and with the same gaps, scaled to the rate (common random numbers). One
+replica is simulated with its share of the arrivals.
 """
 
 from __future__ import annotations
@@ -75,10 +74,6 @@ def _drawn(
 
 class Trial:
     """Simulates the requests that arrive at one replica of a plan, at any rate.
-
-    Args:
-        by_request: whether to use the simulated engine even if simulation by counts is possible.
-        least_requests: least number of requests that are measured.
 
     Raises:
         InputError: the profile was not made for the plan's devices.
@@ -189,9 +184,7 @@ class CapacitySearch:
     """Searches for the highest arrival rate at which a plan keeps its bounds.
 
     Args:
-        most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation. Above
-            saturated throughput the queue grows without limit, although a run may end before the bounds are broken.
-        least_requests: see `Trial`.
+        most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation.
 
     Attributes:
         precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken.
@@ -232,12 +225,7 @@ class CapacitySearch:
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
-        """Return the result as a `Capacity`.
-
-        Args:
-            edges: whether to also return the rates under slightly tighter and looser bounds. For a plan with slack they
-                are never computed.
-        """
+        """Return the result as a `Capacity`."""
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
         tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))

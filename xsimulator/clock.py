@@ -37,7 +37,6 @@ class Clock:
 
     Attributes:
         free_ns: for each stage, the time at which it has finished all scheduled steps.
-        took_ns: for each stage, the duration of the last scheduled step.
     """
 
     def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
@@ -70,11 +69,7 @@ class Clock:
 
 
 class LaneClock(Clock):
-    """A `Clock` that reads the counts of steps from a schedule.
-
-    Args:
-        on_span: function that is called with the span of each step on each stage.
-    """
+    """A `Clock` that reads the counts of steps from a schedule."""
 
     def __init__(
         self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None, jitter: Jitter | None = None
@@ -153,9 +148,6 @@ NUM_DRAWN = 2**16
 
 class JitteredTimes:
     """Draws a random time for a step with a given mean time. Equal sequences of calls give equal results.
-
-    A profile's tables contain mean times. These suffice to predict the total time of many steps, but the longest gaps
-    between tokens depend on single steps.
 
     A step is divided into parts that are about as long as the steps whose variation was measured. The time of each part
     is multiplied by a ratio that is drawn from the measured ratios, so the relative deviation of a step of n parts is

@@ -266,9 +266,6 @@ def replay(
 
     The steps end before the first step in which schedule and log differ. A log may be incomplete, for example because
     its engine was killed.
-
-    Args:
-        on_begin: function that is called with each record and its step when the step is scheduled.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []

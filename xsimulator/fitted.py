@@ -20,8 +20,6 @@ class Fit(NamedTuple):
     Attributes:
         decode: factor on the time of the smallest step, and on attention of decodes.
         prefill: factor on the time of a step's further tokens, and on attention of prompts.
-        step_s: seconds added to each step.
-        path_s: seconds added to a request's way to the engine.
     """
 
     decode: float = 1.0

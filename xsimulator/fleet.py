@@ -1,8 +1,8 @@
 """Simulate a day's requests on a fleet whose number of replicas changes.
 
 Each request goes to the replica with the fewest outstanding requests relative to its rate, as with a gateway that
-balances by outstanding requests. The number of outstanding requests is computed from the plan. A request takes the
-plan's TTFT and the plan's mean gap for each output token, as in a fleet that keeps its bounds.
+balances by outstanding requests. A request takes the plan's TTFT and the plan's mean gap for each output token, as in a
+fleet that keeps its bounds.
 """
 
 from __future__ import annotations

@@ -31,9 +31,6 @@ def most_rate(plan: PlanDraft, num_servers: int) -> float:
 def fronted(plan: PlanDraft, num_servers: int | None) -> PlanDraft:
     """Return the plan with its number of API servers, and with a warning if these servers can handle fewer requests
     than the plan promises.
-
-    Args:
-        num_servers: number of servers for each engine command. None means the number that the plan's rate needs.
     """
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1

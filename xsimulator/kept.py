@@ -27,7 +27,6 @@ class LayerGroup(NamedTuple):
     """Layers that take pages together.
 
     Attributes:
-        page_bytes: bytes of a page, for all layers of the group.
         window: number of latest tokens that are kept. None means all.
         is_state: whether a request has one page, whatever its length.
         filled: share of a page that is not padding.
@@ -59,11 +58,7 @@ class LayerGroup(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What requests keep on a device of a stage.
-
-    Attributes:
-        groups: the groups of layers, the ones that keep all tokens first.
-    """
+    """What requests keep on a device of a stage."""
 
     groups: tuple[LayerGroup, ...]
     block_size: int
@@ -72,12 +67,7 @@ class Kept(NamedTuple):
     def of(
         cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int, engine: EngineSpec | None, block_size: int
     ) -> Kept:
-        """Return what is kept in the layers of a stage. The last one is layer `end - 1`.
-
-        Args:
-            dtype: type of K/V.
-            engine: the engine. None means xgpt's own.
-        """
+        """Return what is kept in the layers of a stage. The last one is layer `end - 1`."""
         caches = Counter[Cache]()
         is_latent = is_compressed = False
         for kind in spec.kinds:
@@ -146,11 +136,7 @@ class Kept(NamedTuple):
         return float(fits)
 
     def logged(self, free: float, context: int, in_flight: float, *, by_requests: bool) -> int:
-        """Return the K/V tokens that the engine logs for `free` bytes (`EngineSpec.logs_requests`).
-
-        Args:
-            context: length of the longest request that the engine accepts.
-        """
+        """Return the K/V tokens that the engine logs for `free` bytes (`EngineSpec.logs_requests`)."""
         page = max(group.page_bytes for group in self.groups)
         blocks = int(free // page)
         if by_requests:

@@ -207,8 +207,6 @@ def reused_at(
 ) -> Reused:
     """Return the part of prompts that requests find in a cache of `tokens` tokens.
 
-    Requests are grouped by the number of tokens that remain to be encoded.
-
     Args:
         kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`.
     """

@@ -39,8 +39,6 @@ class Measured:
             static batches, or in phases longer than most outputs), and a longer request might have kept later requests
             out. In the second, steps mix encode and decode, and a longer request would have kept its slot. In both
             cases, the result is the mean TTFT plus the mean gap before each further token.
-        request_latency_s: quantile of all requests' times from admission to the last token.
-        ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
         encode_batch, decode_batch: mean number of prompts in steps that encode, and of requests in steps that decode.
     """
@@ -237,8 +235,6 @@ def request_times(
     """Return the times, from arrival, of the first requests of a log.
 
     Args:
-        num_requests: number of requests, in order of arrival. None means all.
-        encode_emits: see `measure`.
         tokens: number of output tokens by request id. None means the number in the log.
     """
     steps = _Steps(log, encode_emits=encode_emits)

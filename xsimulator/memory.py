@@ -57,9 +57,6 @@ class StepBuffers:
     they reserve memory for the hidden states of all tokens, plus the larger of two parts: a layer's tensors, or logits
     and sampling. Some versions also reserve the buffers between the experts' matrix products. vLLM also encodes the
     largest images.
-
-    Args:
-        keeps: the engine. None means xgpt's own.
     """
 
     def __init__(
@@ -134,7 +131,6 @@ class LaneMemory:
     for each stage, since all devices of a stage use the same number of bytes.
 
     Args:
-        keeps: the engine, which reserves memory for itself. None means xgpt's own.
         kept_blocks: number of blocks with prompts of running and earlier requests. Later requests may share them.
 
     Raises:
@@ -240,7 +236,7 @@ class LaneMemory:
         """Return the number of tokens of the longest request that fits in memory by itself.
 
         Args:
-            step_tokens: number of tokens of the largest step. Its activations need memory beside K/V.
+            step_tokens: number of tokens of the largest step.
             in_flight: number of tokens of running steps. A layer keeps them beyond its window.
         """
         return min(kept.longest(free, in_flight) for kept, free in self._each(step_tokens))
@@ -311,8 +307,7 @@ def _padding(
 
     Args:
         multiples: numbers to whose multiples the hidden size and the width of an expert are padded.
-        is_repacked: whether kernels repack weights and scales into new tensors, as Marlin does. Then the result also
-            includes biases.
+        is_repacked: whether kernels repack weights and scales into new tensors, as Marlin does.
     """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:

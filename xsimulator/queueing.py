@@ -89,7 +89,6 @@ class LoadCurves:
     """Curves of one policy's candidates. Along each curve the batch grows, and every point is a candidate.
 
     Args:
-        found: predictions at saturation, curve by curve, from the smallest to the largest batch. # [curves * loads]
         headroom: relative excess of step times over the predictions that must not break the bounds.
     """
 

@@ -2,9 +2,7 @@
 
 The engine's steps do not depend on a request's output length until the output ends, and the distribution of lengths is
 known exactly. Every running request decodes in every decode step of its micro-batch. So the log shows for each
-admission when a request of any length would have had its last token. A thousand admissions, weighted by the
-distribution of lengths, estimate a quantile in the tail of a skewed distribution as well as tens of thousands of
-requests with drawn lengths.
+admission when a request of any length would have had its last token.
 
 If the log ends or no request decodes any more, the log does not show when a longer request would have had its next
 tokens. The mean gaps after the same number of tokens are then used instead.
@@ -169,8 +167,6 @@ class SeenSteps:
     """The steps of a log, in the order of their ends, and the steps of each request.
 
     Attributes:
-        start_s, end_s: start and end of each step. # [steps] each
-        steps: for each micro-batch, the steps that decode.
         empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
         ended: for each micro-batch, the steps without decodes after which no request decodes, because all outputs have
             one token.

@@ -100,11 +100,9 @@ class Simulated:
     """A run of one replica of a plan on the simulated engine.
 
     Attributes:
-        measured: throughput of all replicas together, and latencies.
         steps: the executed steps, with their times. Empty if the run was simulated by counts.
         spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
-        windows: the share of requests that kept the bounds in each window of a replayed log.
     """
 
     plan: PlanDraft
@@ -169,11 +167,9 @@ def run_simulation(
 
     Args:
         workload: a name, a path, or histograms. None means the plan's workload.
-        num_requests: number of requests that are measured.
         arrivals: the arrival process. None means that requests are always waiting.
         own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
             a trace.
-        since_s: seconds after the trace's first request at which the replay begins.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
         keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
             then takes 0.6 ms for each request.
@@ -317,9 +313,6 @@ def request_latencies(
     If requests enter one by one, the first requests begin in the middle of their outputs, as in a running engine. If
     they began at the start of their outputs, they would end nearly together, and so would later requests for a long
     time.
-
-    Args:
-        at_once: whether the first requests nevertheless begin at the start of their outputs.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -626,11 +619,7 @@ def warm_up_of(plan: PlanDraft, log: Sequence[StepRecord]) -> int:
 
 
 def times_of(plan: PlanDraft, log: Sequence[StepRecord], num_requests: int, tokens: Ints | None = None) -> RequestTimes:
-    """Return the times, from arrival, of the first requests in a log of this plan.
-
-    Args:
-        tokens: number of output tokens by request id, used if the plan has a draft. None means the number in the log.
-    """
+    """Return the times, from arrival, of the first requests in a log of this plan."""
     tokens = None if plan.speculation is None else tokens
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)
 

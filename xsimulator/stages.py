@@ -14,7 +14,6 @@ class StageShape(NamedTuple):
     """One pipeline stage, with the properties that determine its times and memory.
 
     Attributes:
-        tp: number of devices in the stage's tensor-parallel group.
         ep: number of parts into which the experts of a layer are divided.
         decoder_layers, encoder_layers: numbers of layers. All layers of a decoder-only model are decoder layers.
         far: whether the stage's input comes from another node.
@@ -47,9 +46,6 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
 
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
     the same time to a stage.
-
-    Args:
-        fixed_s: for each stage, the seconds of its other work (embedding and head).
 
     Raises:
         InputError: there are more stages than layers.

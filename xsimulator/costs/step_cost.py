@@ -36,15 +36,11 @@ class LaneCost:
 
     Args:
         engine: the engine that runs the steps. None means an engine about which only the profile is known.
-        is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`). Closed forms then count
-            the cost of mixing for one decode only.
+        is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`).
 
     Attributes:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
-        ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
-        token_budget: largest number of tokens in a step if the policy has no token budget. None means no limit.
-        kinds: pairs of a distinct stage and whether another stage precedes it.
 
     Raises:
         InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
@@ -129,7 +125,6 @@ class LaneCost:
 
         Args:
             contexts: mean number of tokens to which each request attends (for an encoder-decoder, output tokens only).
-            inputs: mean input length, for cross-attention.
         """
         parts = [self.tokens.points, self.samples.points, self.overhead.points]
         points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in self._degrees.values())]))
@@ -312,9 +307,6 @@ class LaneCost:
 def lanes_of(plan: PlanDraft, profile: Profile) -> dict[StageLane, LaneCost]:
     """Return the step costs of each lane of a plan, with the plan's slowdown.
 
-    Args:
-        profile: the profile as measured, without the plan's slowdown.
-
     Raises:
         InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
     """
@@ -382,11 +374,9 @@ class StepCounts(NamedTuple):
 
     Attributes:
         encode: (start, end, 1 if the piece ends its prompt else 0) of each prompt piece.
-        decodes: number of requests that decode.
         context: number of tokens to which the decoding requests attend, summed over requests (for an encoder-decoder,
             output tokens only).
         sampled: number of rows that go through the output head.
-        num_tokens: number of prompt tokens, plus one for each decode.
         mean_input: for cross-attention, the mean input length of the requests that go through the decoder.
         joining_tokens: number of input tokens of requests that another lane encoded and that are in their first decode
             step.

@@ -34,7 +34,6 @@ class StepTables(NamedTuple):
         line_at: index at which each line begins. # [lines + 1]
         grid_at: indices at which each grid begins in these three arrays. # [grids + 1, 3]
         kinds: the kinds of stages. # [kinds, NUM_FIELDS]
-        kind_of: the kind of each stage. # [stages]
     """
 
     points: Array
@@ -137,7 +136,6 @@ def step_ns(t, step, pieces, scratch, found):
     """Write the rounded nanoseconds of a step on each kind of stage into `found`.
 
     Args:
-        step: the step's counts, as an `arrivals.STEP`.
         scratch: # [groups, NUM_PARTS]
         found: # [kinds]
     """

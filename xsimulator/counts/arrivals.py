@@ -2,9 +2,7 @@
 
 A decode step gives a token to every request that decodes in the micro-batch. So the cost of a step depends only on the
 number of these requests and the total number of tokens to which they attend. For each request, only the number of its
-last decode iteration is stored. Requests enter in order of arrival. Memory for a request's longest output is reserved
-("reserve"). With a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their
-prompts ("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`).
+last decode iteration is stored.
 """
 
 from __future__ import annotations
@@ -118,7 +116,6 @@ class Stream(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
-        inputs, outputs: numbers of prompt and output tokens.
         max_output: number of output tokens for which memory is reserved, for each request or for all.
         cached: numbers of prompt tokens whose K/V is already cached, or empty.
         tokens: numbers of output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
@@ -138,7 +135,6 @@ class GoalNs(NamedTuple):
 
     Attributes:
         whole_ns, first_ns: bounds on the time from arrival to the last and to the first token.
-        gap_ns: bound on the mean gap between tokens.
         most_broken: the run ends once more requests than this have broken a bound.
     """
 
@@ -179,7 +175,6 @@ class RunState(NamedTuple):
         batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
         ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
         grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
-        steps, pieces: ring buffers of running steps and of prompt pieces.
         goals: the fields of each `GoalNs`. # [goals, 4]
     """
 

@@ -47,9 +47,8 @@ def is_counted(plan: PlanDraft) -> bool:
     """Return whether a plan can be simulated by counts and does not need the simulated engine.
 
     Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
-    `OneLaneRun.known` and `TwoLaneRun.known` name. A plan whose rule uses another setting is not simulated by counts.
-    The plan must also have order fcfs, and either reserved K/V memory, or a decoder-only model under orca or chunked
-    with a single micro-batch.
+    `OneLaneRun.known` and `TwoLaneRun.known` name. The plan must also have order fcfs, and either reserved K/V memory,
+    or a decoder-only model under orca or chunked with a single micro-batch.
     """
     return _counted_schedule(plan) is not None
 

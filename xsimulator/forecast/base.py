@@ -1,7 +1,7 @@
 """Define the interface of a policy's closed form.
 
 A forecast has no state. It reads a model (`one_lane.OneLaneModel` or `two_lanes.TwoLaneModel`), which describes the
-steps of a placement's lanes under one workload. Policies with the same lanes share a model.
+steps of a placement's lanes under one workload.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class PlacementLimits(NamedTuple):
     """The limits of control variables on a placement.
 
     Attributes:
-        least: least number of requests: one for each micro-batch.
         capacity: number of requests whose K/V fits in memory at the same time.
         between: whether a value also represents fractional values below it, so that the next value counts, too.
-        max_batch: largest number of requests in a micro-batch.
     """
 
     lengths: Lengths
@@ -66,9 +64,7 @@ class Forecast(ABC, Generic[M]):
         line: the control variable whose consecutive integer values form a line of settings. Latency rises or falls
             along the line. A policy has at most two variables, and the other variable selects the line.
         load: the control variable that grows along a load curve. A load curve starts at one request.
-        follows: variables that grow in proportion to the load variable.
         swaps_between_steps: whether an engine can change, between two steps, to any other policy with this property.
-        reserves_kv: whether K/V memory is always reserved in full.
     """
 
     settings: ClassVar[type[Any]]
@@ -129,11 +125,7 @@ class Forecast(ABC, Generic[M]):
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: PlanDraft, model: M, inside: float) -> dict[str, float]:
-        """Return the predictions for a plan under other lengths. The plan's settings do not change if K/V still fits.
-
-        Args:
-            inside: number of requests whose K/V fits in memory at the same time.
-        """
+        """Return predictions for a plan under other lengths. The plan's settings do not change if K/V still fits."""
         most = min(getattr(plan.policy, self.load), int(inside))
         return self.estimate(model, plan.policy.but(**{self.load: most}))
 
@@ -156,7 +148,6 @@ class Forecast(ABC, Generic[M]):
             model: the model with the lower tables, whose times are lower bounds.
             low, high: predictions for each box's corner with the lowest values, and for the corner with the highest
                 values.
-            floor: predictions for the lowest corners with the lower tables.
             latency_s: the bound on latency, or infinite without a bound.
         """
         return high.encode_batch / floor.cycle
@@ -172,7 +163,7 @@ class Forecast(ABC, Generic[M]):
             model: the model with the lower tables.
             lesser, floor: the model's predictions for the corners of all boxes, box by box, with `corners` entries for
                 each box. `floor` predicts each corner's own batch, and `lesser` the smallest batch that the corner
-                represents. `lesser` is a function, since few policies need these predictions.
+                represents.
         """
         return None
 
@@ -188,19 +179,15 @@ class Performance:
     """Predictions for candidates, with one entry for each candidate.
 
     Attributes:
-        throughput: requests a second.
         latency: time, in s, from admission to the last token of a request whose output length is at the quantile.
         ttft: time, in s, from admission to the first token.
         tpot: mean gap, in s, between the tokens of a request whose output length is at the quantile.
         itl_p99: 99th percentile, in s, of all gaps between tokens.
         encode_batch: mean number of prompts in a step that encodes.
-        encode_tokens: mean number of prompt tokens in a step that encodes.
         decode_batch: number of decoding requests (under rra and static, when decoding begins).
         peak_requests: largest number of requests that have K/V at the same time.
         peak_variance: variance of this number. It is 0 if the policy holds the number.
-        peak_tokens: number of tokens of the largest step.
         cycle: time, in s, from one encode step to the next.
-        bubble: share of the time in which devices are idle.
         filling: under rra, seconds of a cycle in which the slowest stage has no step.
     """
 

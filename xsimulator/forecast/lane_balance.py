@@ -128,11 +128,8 @@ class Stays:
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Return the number of earlier requests that are still in the lanes when a batch enters, divided by the batch
-        size. # [n, points]
-
-        Args:
-            period: seconds from one batch to the next.
+        """Return the number of earlier requests still in the lanes when a batch enters, divided by the batch size. #
+        [n, points]
         """
         found: Array = self._inside(lanes, BEFORE * period, step).sum(axis=0)
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period

@@ -203,10 +203,6 @@ class Mixes:
         in tokens and prompts is exact, and only the curvature of tables causes errors. Tokens that do not fit in one
         value move to another one together with their prompts.
 
-        Args:
-            alone: probability that a busy step encodes only one prompt.
-            room: number of prompt tokens that a step can take. None means no limit.
-
         Returns:
             Tokens, requests and probability of each value. # [values, n] each
             Standard deviation of the tokens. # [n]
@@ -259,8 +255,7 @@ class Mixes:
         """Return the rate of prompts with one slot fewer, divided by the rate with all slots. The lower rate applies
         while a given request decodes, since its slot supplies no prompt.
 
-        The ratio is at least the other slots' share of all slots. Two secant steps suffice, since the number of slots
-        is a convex function of the rate.
+        Two secant steps suffice, since the number of slots is a convex function of the rate.
         """
         fewer = np.maximum(max_batch - 1, 1e-9)
         others = np.maximum((fewer - 1) / fewer, 0.0)

@@ -3,9 +3,6 @@
 The closed forms make four assumptions. Requests always wait. Input and output lengths are independent. Every iteration
 takes the time of its mean composition. The steps of a micro-batch follow each other through the stages as in
 xsimulator.forecast.pipeline.
-
-`Phases` has the decode batch of every iteration of an rra phase. It depends only on a workload's lengths, so all
-placements of a search share it.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ class OneLaneModel:
     """The times of steps of one lane under one workload. Forecasts of single-lane policies read them.
 
     Args:
-        quantile: quantile of the output length for which latency is reported.
         all_requests: whether to report the quantile of all requests' latencies. Under rra and static, this is the
             latency of a request whose output length is at the quantile, since longer outputs always take longer.
     """
@@ -94,9 +90,6 @@ class AllRequests:
     where z_k and w_k represent a normal distribution (Gauss-Hermite). The probability falls with x, so bisection finds
     the quantile. If the time to the first token is constant and s is 0, the quantile is the latency of a request whose
     output length is at the quantile.
-
-    Args:
-        quantile: share of all requests whose latency must not exceed the result.
     """
 
     def __init__(self, lengths: Lengths, quantile: float) -> None:
@@ -159,11 +152,7 @@ class PhaseColumns(NamedTuple):
 
 
 class Phases:
-    """Computes and caches the phases of one workload.
-
-    Args:
-        decodes: number of decode iterations of a request with output length at the quantile.
-    """
+    """Computes and caches the phases of one workload."""
 
     def __init__(self, lengths: Lengths, decodes: int) -> None:
         self._lengths, self._decodes = lengths, decodes

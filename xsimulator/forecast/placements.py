@@ -22,9 +22,7 @@ class Iterations:
     """The decode iterations of one workload, for each m.
 
     Attributes:
-        batches: the values of m.
         decodes: number of decode iterations of a request with output length at the quantile (at least one).
-        mean_decodes: mean number of decode iterations of all requests.
     """
 
     def __init__(self, lengths: Lengths, batches: Array, decodes: int) -> None:

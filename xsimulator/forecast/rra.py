@@ -75,9 +75,7 @@ class Rra(Forecast[OneLaneModel]):
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
     """Return the predictions for candidates.
 
-    The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages. One path
-    follows the work of one stage. Another follows the steps of one micro-batch. The others follow the decode rounds,
-    and then the encode round from some stage on.
+    The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages.
 
     Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
     """

@@ -48,7 +48,6 @@ class TwoLaneModel:
     """Predicts waa for an encode lane, a decode lane and one workload.
 
     Args:
-        quantile: quantile of the output length for which latency is reported.
         all_requests: ignored. The reported latency is always that of a request with output length at the quantile.
 
     Raises:
@@ -134,10 +133,6 @@ class TwoLaneModel:
         The bound combines two extremes. With the largest encode batch, the encode lane has its highest throughput, so
         the fewest slots stay free while the lane is busy. With the smallest encode batch, the fewest requests are in
         the lanes before their first decode step.
-
-        Args:
-            encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
-            cap: largest number of requests in both lanes.
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
         through, least_interval, moving, _ = self._encoding(encode_batch)
@@ -173,8 +168,6 @@ class TwoLaneModel:
     ) -> tuple[Array, Array]:
         """Return the number of decoding requests, and the seconds of an iteration, if both lanes together have as many
         requests as the cap.
-
-        The result is interpolated within a segment of the last division, so it is slightly too low.
 
         Args:
             never_waits: for which candidates requests count as never waiting, so that the result is an upper bound
@@ -219,12 +212,7 @@ class TwoLaneModel:
         return forming
 
     def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
-        """Return the share of time in which the devices of both lanes are idle. # [n]
-
-        Args:
-            each, step: number of requests in a decode micro-batch, and seconds between the steps of consecutive
-                micro-batches.
-        """
+        """Return the share of time in which the devices of both lanes are idle. # [n]"""
         encode = self._encoding.work(encode_batch) * throughput / encode_batch
         decode = self._decoding.work(each) / step
         encoders, decoders = self._encoding.pipeline.devices.sum(), self._decoding.pipeline.devices.sum()

@@ -59,7 +59,6 @@ class DecodeLane:
         of gaps in seconds. # [n], [n]
 
         Args:
-            batch, step: mean number of decoding requests, and mean seconds of an iteration.
             deviation: relative standard deviation of the tokens in an encode batch.
         """
         each = batch / microbatches
