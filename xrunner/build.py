@@ -93,7 +93,6 @@ def build_worker(
     """Return a worker with its weights loaded, on one device.
 
     Args:
-        part: the part of the model that this rank holds. None means the whole model.
         group: the ranks that share these layers. None means only this rank.
         pipe: link to the stages before and after. None means that there is one stage.
 
@@ -201,9 +200,6 @@ def whole_worker(
     """Return a worker of a whole model. On a GPU, decode steps are captured as CUDA graphs, and launched ahead of the
     engine's loop.
 
-    Args:
-        dtype: dtype of keys and values.
-
     Raises:
         torch.OutOfMemoryError: the blocks do not fit into the device's memory.
     """
@@ -220,7 +216,7 @@ def whole_worker(
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
-    """Run a short prompt if `encode`, and a decode step if `decode`, so that later steps do not wait for compilation.
+    """Run a short prompt if `encode`, and a decode step if `decode`.
 
     All workers of a pipeline must call this function at the same time.
     """

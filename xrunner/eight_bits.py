@@ -59,7 +59,6 @@ def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice
 
     Args:
         scales: scales of the whole matrix, in a shape that `fits`.
-        shape: shape of the whole matrix.
         place: position of the part in the whole matrix.
     """
     scales = scales.float()

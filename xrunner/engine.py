@@ -65,7 +65,6 @@ class Engine:
         deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
 
     Attributes:
-        scores_prompts: whether log probabilities of prompts are available.
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
         on_begin: called in `step`'s thread when a step begins, with the requests that start in it.
     """
@@ -144,8 +143,7 @@ class Engine:
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait until a step ends. Meanwhile, also begin steps for requests that
-        arrive.
+        """Begin every step that can begin, then wait until a step ends.
 
         Returns:
             The tokens of the step that ended, and a last token for each request that ended in an error. None if nothing
@@ -183,9 +181,6 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Process what other threads have handed in: requests, cancellations and plans. Drop waiting requests that are
-        past their deadline.
-        """
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
             match handed_in:
@@ -334,7 +329,6 @@ class Engine:
 
 
 def _request_of(generation: Generation, now_ns: int, chain: Chain) -> Request:
-    """Return a request as the schedule sees it."""
     return Request(
         generation.id,
         len(generation.prompt),

@@ -34,11 +34,9 @@ class Executor(Protocol):
     """Executes an engine's steps on workers.
 
     Attributes:
-        logprobs: log probabilities of the last step's tokens, for requests that ask for them.
         failed: the reasons why requests got no token (NO_TOKEN) in the last step, by request id. Requests whose logits
             are not finite are left out.
         resumes: whether a request can continue by prefilling its prompt and output so far.
-        scores_prompts: whether log probabilities of prompts are available.
     """
 
     logprobs: dict[int, Logprobs]

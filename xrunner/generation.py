@@ -96,7 +96,6 @@ class Generation:
         max_output: largest number of output tokens. The schedule knows nothing else about the output's length.
         output_length: exact number of output tokens, for benchmarks. The output then ends as if by a stop token. The
             schedule does not know this number.
-        sampling: how the request's tokens are chosen.
         num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
         deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that is still
             waiting at that time ends without a token.

@@ -100,7 +100,6 @@ def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool
         answer: Lark rules. The rule `answer` matches the output after the reasoning.
         begin, end: Lark terms of the marks around reasoning.
         free: ids of the tokens that are not text, except the end mark's, as Lark writes them.
-        is_open: whether the output begins within reasoning.
         may_lack_end: whether the output may end within reasoning.
     """
     # If the mark is text, its first occurrence ends the reasoning. If the mark is a token, only this token ends the
@@ -162,9 +161,7 @@ class Grammars:
         return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
 
     def _try(self, grammar: str) -> str | None:
-        """Compile a grammar, and return why it is refused, or None. The compiled grammar is not kept, since outputs
-        follow it in another process.
-        """
+        """The compiled grammar is not kept, since outputs follow it in another process."""
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
             return cut(compiled.matcher.get_error())

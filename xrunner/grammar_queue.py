@@ -41,7 +41,6 @@ class GrammarQueue:
     Any thread may call the methods.
 
     Args:
-        compile_: compiles a grammar. The grammar stays compiled as long as the result is referenced.
         pass_on: receives each request. If its grammar cannot be compiled, receives its last token instead.
     """
 

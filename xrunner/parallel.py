@@ -35,8 +35,6 @@ from xrunner.models.layers import (
 
 
 class Group(Protocol):
-    """Exchanges tensors among the ranks that compute a stage together."""
-
     rank: int
     degree: int
 
@@ -270,7 +268,6 @@ def _drop_biases(model: Model, part: Part) -> None:
 
 
 def _reduced(model: Model) -> list[nn.Module]:
-    """Return the modules whose output is a partial sum: projections with divided inputs, divided experts."""
     modules: list[nn.Module] = []
     for name, module in model.named_modules():
         match module:

@@ -50,12 +50,10 @@ class Prefixes:
 
         Args:
             tokens: returns a request's tokens, except for the last, which has no K/V.
-            size: tokens in a block.
         """
         return {one.id: self.extend(one.chain, tokens(one.id), size, one.account) for one in ended if self._reuse}
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:
-        """Return the keys of a sequence's further full blocks. `chain` has the keys of its first blocks."""
         previous = chain[-1] if chain else self._root(account)
         width = 4 * block_size
         ids = array("i", tokens[len(chain) * block_size :]).tobytes()

@@ -61,7 +61,6 @@ class ScoredPlaces:
 
     @classmethod
     def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> ScoredPlaces | None:
-        """Return the scored positions of a step, or None if the step has none."""
         if not num_top:
             return None
         begin, rows, targets, requests = len(step.decode), [], [], []

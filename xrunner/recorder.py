@@ -26,8 +26,6 @@ class _Begun(NamedTuple):
 
 
 class Recorder:
-    """Builds the record of each step, and passes it to the listeners."""
-
     def __init__(self, listeners: Collection[OnStep]) -> None:
         self._listeners = list(listeners)
         self.clear()

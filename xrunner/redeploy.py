@@ -41,9 +41,6 @@ class Redeployment:
     def adopt(self, schedule: Schedule, running: Schedule) -> bool:
         """Adopt a plan now if it has the same placement and no plan is pending. Otherwise deploy it next.
 
-        Returns:
-            Whether the plan was adopted.
-
         Raises:
             MachineError: no other placement can be deployed.
         """

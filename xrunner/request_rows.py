@@ -46,7 +46,6 @@ class RequestRows:
         return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))
 
     def take(self, id_: int, blocks: Sequence[int], prompt_len: int) -> int:
-        """Reserve a row for a request with these blocks. Return the row's index."""
         assert id_ not in self._row, f"request {id_} has started already"
         if not self._free:
             self._add_rows()
@@ -63,7 +62,6 @@ class RequestRows:
         return row
 
     def grow(self, grown: Collection[tuple[int, int]]) -> None:
-        """Append blocks to the tables of requests. `grown`: pairs of a request and a block."""
         for id_, block in grown:
             row = self._row[id_]
             end = int(self.num_blocks[row])

@@ -67,7 +67,6 @@ class Weight(NamedTuple):
     Attributes:
         out: destination in the model: a parameter, or some rows of a parameter that fuses several tensors.
         transposed: whether the checkpoint stores the tensor as [in, out].
-        cut: the part of the stored tensor that is needed. None means all of it.
         entry: the tensor's index in a stored stack of tensors, and the size of the stack. None means that the tensor is
             stored separately.
     """
@@ -277,9 +276,6 @@ def load_prepacked(
     """Load a model like `load_model`, and pack each projection for the device as soon as it is read.
 
     Only one matrix at a time is in float32, so that a model in eight bits never takes four times its size.
-
-    Args:
-        layouts: as `xrunner.packing.choice.pack` takes them.
     """
 
     def prepack(projection: Linear) -> None:
@@ -358,7 +354,6 @@ def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
 
 
 def _within_one(parts: tuple[Cut | None, ...]) -> tuple[Cut, ...]:
-    """Return the cuts in a single stored tensor that contains these tensors one after the other."""
     whole = [cut for cut in parts if cut is not None]
     full = sum(cut.full for cut in whole)
     starts = accumulate((cut.full for cut in whole[:-1]), initial=0)

@@ -165,9 +165,6 @@ class Worker(OneAtATime):
 
         A step with more tokens than a slice runs slice by slice, so that activations fit into the memory planned for
         them.
-
-        Args:
-            encoder_ran: whether `run_encoder` has been called for this step.
         """
         self.logprobs, self.failed = {}, {}
         tokens: dict[int, int] = {}

@@ -37,7 +37,6 @@ class Batch:
             int32 [sequences]
         first_key: index of the first key that each sequence's queries see. None means 0 for all. # int32 [sequences]
         both_ways: whether each token attends to its whole sequence, and not only to earlier tokens.
-        highest_only: whether only each row's argmax of the logits is needed.
         added: numbers to add to the logits. None means that nothing is added. # float32 [sampled, vocab]
     """
 
@@ -103,7 +102,6 @@ class Sequences(NamedTuple):
         context_len: number of the sequence's tokens in the cache after this step. # int32 [sequences]
         block_tables: blocks of each sequence, in order. There may be more than this step needs. # int32 [sequences,
             blocks]
-        prompt_len: see `Batch`. # int32 [sequences]
     """
 
     query_len: np.ndarray

@@ -1,9 +1,7 @@
-"""Run one replica of a plan on several devices, with one worker process per device. A control plane and a tensor plane
-connect the processes.
+"""Run one replica of a plan on several devices, with one worker process per device.
 
-The input is a Deployment and steps. The output is tokens. Tensors travel through `links` (between GPUs through
-NCCL), control messages through ZeroMQ. A worker forwards each control message to the next workers before it executes
-it. Source: ORCA sec. 4.1.
+Tensors travel through `links` (between GPUs through NCCL), control messages through ZeroMQ. A worker forwards each
+control message to the next workers before it executes it. Source: ORCA sec. 4.1.
 
 - `deployment`: which part of the model each worker has; `messages`, `sockets`: the control plane; `tensors`: the tensor
   plane; `links`, `meeting`: what carries tensors

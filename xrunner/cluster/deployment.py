@@ -92,7 +92,6 @@ class Role:
 
     Attributes:
         receives_from: the worker that sends it hidden states, or None in a lane's first stage.
-        sends_to: the workers that receive its hidden states.
         last: the first worker of the lane's last stage. It sends the encoder's output to `encoder_output_to`.
         encoder_output_to: all workers of the lane's other stages. Empty if the decoder runs in another lane.
         reports: whether this worker reports ended steps to the engine.

@@ -62,9 +62,7 @@ class RemoteExecutor:
         """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
-        """Make the workers build their parts. They then have no requests. Return each worker's build time in
-        seconds.
-        """
+        """Make the workers build their parts. Return each worker's build time in seconds."""
         self.disconnect()
         self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:

@@ -96,7 +96,6 @@ class Launcher:
                 self._report(Exited(self._epoch, worker))
 
     def _end(self) -> None:
-        """Kill all workers, including suspended ones."""
         for process in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -105,7 +105,6 @@ class MachineGroup:
     """Machines for workers. Each has the same number of workers.
 
     Attributes:
-        launches: for each machine, the function that starts its launcher.
         free: called when the machines are no longer needed.
     """
 

@@ -61,7 +61,6 @@ class WorkerLink:
         self._sending: threading.Thread | None = None
 
     def send(self, tensor: Tensor) -> Sending:
-        """Send a tensor without waiting for its receiver."""
         rest = _bytes_of(tensor.detach().contiguous().cpu())
         with self._changed:
             if not self._unsent:
@@ -82,7 +81,6 @@ class WorkerLink:
         return done
 
     def receive(self, tensor: Tensor) -> None:
-        """Wait for a tensor of this shape, and write it into `tensor`."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             received = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.receive(received)
@@ -156,12 +154,6 @@ def _attached(file: Any, size: int) -> SharedMemory:
 
 @dataclass(frozen=True)
 class WorkerWires:
-    """One worker's part of a machine's `Wires`.
-
-    Attributes:
-        ends: for each other worker of the machine, the streams to it.
-    """
-
     worker: int
     first: int
     count: int
@@ -170,8 +162,6 @@ class WorkerWires:
 
 
 class Wires:
-    """The streams and the shared memory of a machine's workers."""
-
     def __init__(self, first: int, count: int) -> None:
         self._memory = SharedMemory(2 * count * SLOT_BYTES)
         ends: dict[int, dict[int, list[socket.socket]]] = {first + i: {} for i in range(count)}
@@ -208,7 +198,6 @@ class LinkGroup:
         self._turn = 0
 
     def add_up(self, x: Tensor) -> None:
-        """Replace `x` by the sum over all ranks."""
         flat = x.view(-1)
         for begin, parts in self._pieces(flat):
             piece = flat[begin : begin + len(parts[0])]
@@ -219,7 +208,6 @@ class LinkGroup:
                 piece.copy_(total)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, by rank."""
         gathered = [torch.empty_like(x) for _ in range(self._degree)]
         for begin, parts in self._pieces(x.view(-1)):
             for part, whole in zip(parts, gathered, strict=True):
@@ -284,7 +272,6 @@ class Links:
         return self._links[worker][stream]
 
     def slots_of(self, workers: Sequence[int]) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the shared memory of these workers, or None if they are not all on this machine."""
         return [self._slots[worker] for worker in workers] if self._slots.keys() >= set(workers) else None
 
     # A `tensors.Fabric` --------------------------------------------------------------------------------------

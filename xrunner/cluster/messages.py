@@ -89,8 +89,6 @@ class RunEncoder(_Message):
 
 
 class Transfer(_Message):
-    """Send the K/V of these requests (encode lane), or receive them (decode lane)."""
-
     number: int
     release: list[int]
     begin: list[Beginning]

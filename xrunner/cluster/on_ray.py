@@ -120,7 +120,6 @@ class _Machine:
         self._launcher.start(order)
 
     def exited(self) -> list[Exited]:
-        """Wait for a report of the launcher, at most `ALIVE_S`. Return the workers that have ended."""
         select.select([self._launcher], [], [], ALIVE_S)
         return self._launcher.exited()
 

@@ -48,7 +48,6 @@ class ProcessSettings:
 
 
 def main(settings: ProcessSettings, parent: int) -> None:
-    """Run a worker until its launcher ends this process. `parent` is the launcher's process id."""
     end_with_parent(parent)
     worker = settings.worker
     traffic = Traffic()

@@ -26,21 +26,17 @@ ANSWER_S = 30.0
 
 @dataclass
 class EpochKeys:
-    """The store in the engine's process: the keys of one epoch, and the workers that wait for keys."""
-
     answer: Callable[[bytes, m.StoreAnswer], object]
     epoch: int = 0
     _values: dict[str, bytes] = field(default_factory=dict)
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
 
     def call(self, caller: bytes, call: m.StoreCall) -> None:
-        """Carry out a call. Answer all callers whose keys now exist."""
         if call.epoch != self.epoch:
             return
         if call.waits:

@@ -106,8 +106,6 @@ class _NcclGroup:
 
 @dataclass
 class RankGroup:
-    """A `parallel.Group` whose ranks are workers. It counts what they exchange."""
-
     raw: RawGroup
     rank: int
     degree: int
@@ -130,8 +128,6 @@ class RankGroup:
 
 @dataclass
 class RankPipe:
-    """A `stage.Pipe` that sends hidden states between workers."""
-
     fabric: Fabric
     role: Role
     hidden_size: int

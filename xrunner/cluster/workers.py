@@ -49,8 +49,6 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class WorkerStatus:
-    """A worker's last report (see `messages.WorkerAlive`), and when it came."""
-
     hello: m.Hello
     sender: bytes
     heard_s: float
@@ -66,7 +64,6 @@ class _Shared:
     Attributes:
         epoch: number of the current epoch. All workers of an epoch are started together.
         prepared: for each number of a `Prepare`, the errors in the answers ("" for none), by worker.
-        lost: why a worker is considered lost. None if none is.
         unstarted: index of the machine, if its launcher was lost before any of its workers had started. None for other
             losses.
     """
@@ -91,7 +88,7 @@ class RestartBudget:
         """Machines whose launchers were lost during the last restart, before their workers had started."""
 
     def spend(self, lost: str | None, unstarted: int | None) -> None:
-        """Count a restart after a loss. See `_Shared` for `lost` and `unstarted`.
+        """Count a restart after a loss.
 
         Raises:
             MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds.
@@ -113,7 +110,6 @@ class Workers:
 
     Args:
         host: address of the interface to which this machine's sockets bind.
-        first_device: index of the first worker's device on this machine.
         machines: the machines on which the workers run. `close` frees them.
 
     Raises:
@@ -163,7 +159,6 @@ class Workers:
             return dict(self._shared.members)
 
     def check(self) -> None:
-        """Raise an error if a worker is lost."""
         if self._shared.lost is not None:
             raise WorkerLost(self._shared.lost)
 
@@ -253,7 +248,7 @@ class Workers:
         self.renew()
 
     def renew(self) -> None:
-        """Replace all workers. This does not count as a restart. `deploy` then waits for the new workers."""
+        """Replace all workers. This does not count as a restart."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
@@ -262,7 +257,6 @@ class Workers:
             self._shared.changed.notify_all()
 
     def close(self) -> None:
-        """End all workers and launchers, and free their machines."""
         if self._closing:
             return
         with self._shared.changed:

@@ -1,9 +1,8 @@
 """Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
-This package turns a plan into a command line for vLLM. vLLM's engine core loads `scheduler.XgptScheduler`, in which
-xgpt.core.policies decides what each step encodes and decodes. vLLM's processes import this package and have their own
-torch, so this package itself imports neither torch nor other parts of xrunner. Only modules that run in vLLM's
-processes import vllm.
+vLLM's engine core loads `scheduler.XgptScheduler`, in which xgpt.core.policies decides what each step encodes and
+decodes. vLLM's processes import this package and have their own torch, so this package itself imports neither torch nor
+other parts of xrunner. Only modules that run in vLLM's processes import vllm.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -48,11 +48,7 @@ _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 class VllmEnd(EngineEnd[Down]):
-    """The end of the channel in vLLM, either in a lane's host or in an engine core's scheduler.
-
-    Args:
-        plans: as in `VllmHello`.
-    """
+    """The end of the channel in vLLM, either in a lane's host or in an engine core's scheduler."""
 
     def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
         connected = socket.socket(socket.AF_UNIX)
@@ -75,7 +71,6 @@ class Lanes:
     """The front's end of all lanes' connections. It presents hosts and engine cores as one engine (`FrontConnection`).
 
     Args:
-        directory: directory of this run.
         has_ended: returns whether one of the vLLM processes has ended.
     """
 
@@ -114,7 +109,6 @@ class Lanes:
         return [end for end, hello in self._hello.items() if hello is not None and hello.plans]
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Send a plan to every engine core, and other messages to a lane's host."""
         if isinstance(message, Follow):
             self._following.clear()
             for core in self._cores:
@@ -175,7 +169,6 @@ class Lanes:
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:
-        """Record the K/V state of an engine core, and return the sum over all cores."""
         self._rooms[core] = room
         reserved, kept, preemptions, emptying = zip(*self._rooms.values(), strict=True)
         return Room(sum(reserved), sum(kept), sum(preemptions), any(emptying))
@@ -187,7 +180,6 @@ class Lanes:
         return [record._replace(number=record.number - skipped, settled=record.settled - skipped) for record in ours]
 
     def _take_in(self) -> None:
-        """Accept connections, and read the messages of all of them."""
         try:
             while True:
                 end = FrontEnd(self._listener.accept()[0], _decode_up)

@@ -54,7 +54,6 @@ class Launch:
 
 
 def block_size_of(cluster: ClusterSpec) -> int:
-    """Return the number of tokens in a K/V block in vLLM."""
     return CPU_BLOCK_SIZE if cluster.device.type == "cpu" else GPU_BLOCK_SIZE
 
 
@@ -103,8 +102,6 @@ def launch(
     reuse: bool = True,
 ) -> Launch:
     """Return how to start vLLM for a plan whose policy has one lane.
-
-        reuse: whether to switch on vLLM's prefix caching, if the model has only one kind of K/V blocks.
 
     Raises:
         InputError: vLLM cannot run such a plan.

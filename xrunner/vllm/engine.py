@@ -122,8 +122,6 @@ class Instances:
 
 
 class Memory(NamedTuple):
-    """vLLM's K/V memory, as a limit on a single request."""
-
     kv_blocks: int
     block_size: int
 

@@ -158,7 +158,6 @@ async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> N
 
 
 def compute(arguments: AsyncEngineArgs) -> None:
-    """Run this machine's workers of another machine's engine, until one of them has ended."""
     executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
     executor.start_worker_monitor(inline=True)
 

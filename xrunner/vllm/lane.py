@@ -43,7 +43,6 @@ class VllmRoom:
 
     Attributes:
         num_blocks: number of K/V blocks. A block has `block_size` tokens, whatever the plan's block size.
-        max_running: largest number of concurrent requests.
     """
 
     num_blocks: int
@@ -75,8 +74,6 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
 
 
 class PlannedLane:
-    """The lane of the running plan, and the lane of a plan that waits until no request runs."""
-
     def __init__(self, plan: Plan, room: VllmRoom, send: Callable[[Followed | Refused], None]) -> None:
         self.lane = build_lane(plan, room)
         self._room, self._send = room, send
@@ -84,7 +81,6 @@ class PlannedLane:
 
     @property
     def is_emptying(self) -> bool:
-        """Return whether a plan is waiting, so that no further request may be submitted."""
         return self._next is not None
 
     def go_over_to(self, plan: Plan) -> None:

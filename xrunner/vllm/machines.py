@@ -91,9 +91,6 @@ class _Greeting(msgspec.Struct):
 class Followers:
     """The first machine's connections to the other machines, for one start of the engine.
 
-    Args:
-        is_over: returns whether to stop waiting for the other machines.
-
     Raises:
         MachineError: there is no route to the address, this machine does not have the address, or the port is in use.
     """

@@ -52,7 +52,6 @@ def python() -> str:
 
 @contextmanager
 def package_path(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a directory with only xgpt's own packages, which vLLM's processes can import."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:
         for package in ("xgpt", "xrunner"):
@@ -125,8 +124,6 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 class Reader:
-    """Reads vLLM's output. Copies errors to standard error, and keeps the last lines."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._tail: deque[str] = deque(maxlen=TAIL)

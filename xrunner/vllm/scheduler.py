@@ -41,7 +41,6 @@ class _Execution:
     Attributes:
         missing: requests that vLLM has not yet completely scheduled for this step. For each, the number of its tokens
             that will be computed when the step ends.
-        record: the joined records of the vLLM steps that have ended.
         number, settled: as in the step log, where these vLLM steps count as one step.
     """
 

@@ -97,8 +97,6 @@ def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
 
 
 class WaaLanes(Lanes):
-    """The front's end of the channels to two vLLMs. It moves requests between them."""
-
     def __init__(self, plan: Plan, directory: str, has_ended: Callable[[], bool]) -> None:
         super().__init__(directory, LANES, 0, has_ended)
         self._schedule = policies.build(plan)
