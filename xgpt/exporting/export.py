@@ -1,8 +1,4 @@
-"""Write the files that start a plan on another machine or platform.
-
-Most of them run `xgpt serve`, so that the endpoint's keys and limits apply. Versions are pinned. A plan that needs more
-memory than its devices have is an error.
-"""
+"""Write the files that start a plan on another machine or platform."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet if a replica spans several nodes.
-
-Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. If a replica spans several nodes, its
-pods connect to their leader: with vLLM's flags, or as a Ray cluster for xgpt's engine.
-"""
+"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet if a replica spans several nodes."""
 
 from __future__ import annotations
 

@@ -210,9 +210,6 @@ def _arguments(plan: Plan, lane: LaneName) -> list[str]:
 
 
 def _partition(plan: Plan, lane: LaneName) -> list[Object]:
-    """Return the environment variable that divides the layers among a lane's stages, or nothing if the stages are
-    equal.
-    """
     stages = [stage for stage in plan.stages if lane in ("both", stage.lane)]
     return [{"name": name, "value": value} for name, value in partition_of(stages).items()]
 
@@ -237,7 +234,6 @@ def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, r
 
 
 def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) -> Object:
-    """Return a lane's Deployment, or a LeaderWorkerSet if the lane of one replica spans several nodes."""
     with_xgpt = _reads_plan(plan)
     nodes = nodes_of(plan, _devices(plan, lane))
     write = _with_xgpt if with_xgpt else _vllm_itself
@@ -315,7 +311,6 @@ def _routing_proxy() -> Object:
 
 
 def _router(names: Names, *, is_split: bool) -> Object:
-    """Return the Helm values of llm-d's router, which sends each request to the worker with the fewest requests."""
     picked = [{"pluginRef": "active-request-scorer"}, {"pluginRef": "max-score-picker"}]
     plugins: list[Object] = [
         {"type": "inflight-load-producer"},

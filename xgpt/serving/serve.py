@@ -222,9 +222,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check that the port is free. This comes before the engine's start, which takes long. A dry run only reports a
-    taken port.
-    """
+    """Check that the port is free. This comes before the engine's start, which takes long."""
     try:
         check_address(request.host, request.port)
     except MachineError as error:
