@@ -81,7 +81,6 @@ class Case:
 
     Attributes:
         draw: returns a day, given a seed.
-        interval_s: length of the plan's intervals.
     """
 
     name: str

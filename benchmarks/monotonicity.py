@@ -194,7 +194,6 @@ def count_all(
     """Count the steps of every task of some models.
 
     Args:
-        only: the models.
         how: for each policy, the function that counts its steps.
     """
     rows: list[dict[str, Any]] = []

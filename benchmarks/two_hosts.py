@@ -83,7 +83,6 @@ class Row:
         changed: requests whose tokens differ from one host's.
         control_bytes, tensor_bytes: bytes sent while requests ran, by process.
         wire_bytes: bytes that the first host's interface sent and received in this time.
-        output_tokens: tokens generated in this time.
         exit_codes: exit codes of both hosts' servers, after SIGTERM to the first.
     """
 
@@ -120,11 +119,6 @@ def requests(count: int) -> list[ClientRequest]:
 
 
 def ip(*arguments: str) -> str:
-    """Run iproute2.
-
-    Raises:
-        MachineError: iproute2 is not installed, or lacks the permission.
-    """
     try:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -51,7 +51,6 @@ class Run:
     Attributes:
         changes: (number of ended requests, decision) for each time that the plan was judged.
         num_lost: number of requests without an answer, or with another output length than requested.
-        tokens: output tokens of each request.
         num_wrong: number of requests with a token that differs from the expected one and is less probable.
         slowdown: measured time of the steps divided by the profile's, at the end of the run.
     """

@@ -24,7 +24,6 @@ class Result(BaseModel):
     Attributes:
         claim: one sentence; {NAME} stands for a figure.
         figures: the figures of the claim, computed from the table's rows.
-        machine: what the command ran on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -30,7 +30,6 @@ class Part(NamedTuple):
     """Some rows of the table.
 
     Attributes:
-        make: returns the rows.
         kind: "forms" (closed forms and short simulations), "search" (searches for schedules) or "measure"
             (runs on this machine).
     """

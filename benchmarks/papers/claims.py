@@ -14,7 +14,6 @@ class Claim:
         source: the paper, and the table, figure or section.
         paper, ours: both values, in words.
         ratio: xgpt's value divided by the paper's, or None if they are not single numbers.
-        held_if: the goal.
         why: if the claim does not hold, the decisive assumption and the value at which the claim would hold. If it
             holds, what a reader must know.
     """

@@ -76,7 +76,6 @@ def run_rows(
     """Return the greedy tokens of each request of the batch.
 
     Args:
-        prompts: token ids of each request.
         output_lengths: number of tokens to generate for each request, at least one.
         free_slots: whether to free a slot and its memory when its requests have ended (TCB sec. 4.2.2).
     """

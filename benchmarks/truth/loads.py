@@ -74,11 +74,6 @@ class Served:
 
     @property
     def cost(self) -> LaneCost:
-        """The costs of a step.
-
-        Raises:
-            InputError: there are no step times of this model on this device.
-        """
         return _cost(self._made, self.tp, self.ep)
 
     @property
@@ -96,11 +91,7 @@ class Served:
 
     @property
     def kv(self) -> Kv:
-        """Return the K/V memory, in blocks.
-
-        Raises:
-            InfeasibleError: the weights do not fit.
-        """
+        """Return the K/V memory, in blocks."""
         spec = self.model_spec
         cluster, model = load_cluster(self.cluster), self.spec
         if model.memory_share is not None:
