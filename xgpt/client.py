@@ -1,8 +1,4 @@
-"""The load client: send requests to a completions endpoint, and record when each token arrives.
-
-The client shares the machine with the measured engine. To save processor time, it uses h11 directly
-(`xgpt.connection`), parses the event stream itself, and decodes only the fields that it uses.
-"""
+"""The load client: send requests to a completions endpoint, and record when each token arrives."""
 
 from __future__ import annotations
 

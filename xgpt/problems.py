@@ -151,7 +151,6 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
 
 
 def _with_classes(request: PlanRequest) -> Constraint:
-    """Return the request's constraint, with the classes in the workload's file added."""
     constraint = request.constraint
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
     if not classes:
@@ -179,7 +178,6 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine, or None if no engine is requested."""
     if request.engine is None:
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)

@@ -125,9 +125,7 @@ def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, 
 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
-    """Serve the load, and return its steps. This works even in a thread with a running event loop, as in a
-    notebook.
-    """
+    """This works even in a thread with a running event loop, as in a notebook."""
     rng, rate, sizes = np.random.default_rng(0), plan.estimate.throughput_rps, _load_for(plan.profile, plan.cluster)
     stage_s = min(sizes.stage_s, sizes.most_requests / (rate * sum(STAGES)))
     stages = [(share * rate, stage_s) for share in STAGES]

@@ -181,9 +181,7 @@ def _with_best_draft(
 def _annotate(
     found: dict[str, Found], problem: Problem, trace: TraceLengths | None, num_servers: int | None
 ) -> dict[str, Plan]:
-    """Return the plans with their arrival rates and API servers. The best plan also gets ranges for its figures, the
-    cost of mixed steps at which another policy is better, and warnings.
-    """
+    """Return the plans with their arrival rates and API servers."""
     profile, found = problem.profile, with_capacities(found, problem.profile)
     best = next(iter(found.values()))
     draft, figures = best.draft, ranges_of(best.draft, profile)
@@ -199,9 +197,6 @@ def _annotate(
 
 
 def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
-    """Return a warning that the profile was measured on a busy machine, and by how much the larger headroom lowers the
-    arrival rate, in closed form.
-    """
     profile, constraint = problem.profile, plan.constraint
     text = f"{profile.unrest}; the headroom is {100 * constraint.headroom:.0f}%; {AGAIN}"
     usual = KNOWN_ERROR[profile.source]
@@ -261,7 +256,6 @@ NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as
 
 
 def _follows_log(request: PlanRequest, problem: Problem, load: CarriedLoad) -> bool:
-    """Return whether a log decides the number of devices, since the request states neither a rate nor devices."""
     states = request.arrival_rate_per_s or request.devices or request.fix or request.speculative
     several = problem.cluster.num_devices > 1 and not problem.cluster.is_local
     return not states and several and load.log is not None and problem.constraint.maximises_arrivals
