@@ -142,7 +142,7 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """VLLM's own records may change before the step ends."""
+        """vLLM's own records may change before the step ends."""
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
