@@ -73,7 +73,6 @@ class Registers:
         self.call("tilezero", _byte(register))
 
     def multiply_all(self) -> None:
-        """Multiply the registers with rows by the registers with lanes, and add the products to the sums."""
         for i in range(2):
             for half in self.halves:
                 self.call("tdpbf16ps", _byte(SUMS[i][half]), _byte(ROWS[i]), _byte(LANES[half]))

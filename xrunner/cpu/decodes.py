@@ -1,7 +1,5 @@
 """Compute attention for one decoding query at a time. The memory's bandwidth limits the speed, so K/V are read in the
 order of addresses.
-
-Other attention kernels also use this module's types and constants.
 """
 
 from __future__ import annotations

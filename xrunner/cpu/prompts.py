@@ -71,7 +71,6 @@ class RowSpan(NamedTuple):
         queries, results: pointers to the query and the result of the sequence's first token in this step and the
             group's first head. Other tokens and heads follow at the given strides, in elements.
         num_tokens: tokens of the sequence in this step.
-        group: number of heads that share the K/V head.
         first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows.
     """
 
@@ -113,7 +112,6 @@ class Rules(NamedTuple):
     Attributes:
         bias: the head's position bias, indexed by query position minus key position. Only for models whose heads do not
             share keys.
-        sinks: the sinks of the heads that share the K/V head.
     """
 
     scale: np.float32
@@ -191,7 +189,6 @@ def space_floats(way, num_tiles, head_dim):
 
 @njit(nogil=True, **INNER)
 def make_space(way, num_tiles, head_dim, memory):
-    """Build a `ThreadScratch` in memory of `space_floats` numbers."""
     scores = num_tiles * tile_floats(head_dim)
     keys = scores + score_floats(way)
     limits = keys + 2 * way.piece * head_dim

@@ -244,7 +244,6 @@ def address(typing_context: Any, array: Any) -> Any:
 
 @inlined
 def fetch(typing_context: Any, array: Any, element: Any) -> Any:
-    """Prefetch the cache line of an element that will soon be read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -320,14 +319,12 @@ class Emit:
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """Return a * b + c, in one instruction if the machine has it."""
         return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def reduction(self, what: str) -> ir.Function:
-        """Return LLVM's intrinsic that reduces all lanes to one number."""
         kind = ir.FunctionType(ir.FloatType(), [self.type])
         return cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.{what}.v{self.lanes}f32")
 

@@ -21,7 +21,6 @@ Kernel = tuple[Callable[..., None], Callable[..., None]]
 
 
 def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
-    """Compile a function with a `prange` loop over rows twice: for one thread, and for several."""
     return (
         njit(cache=True, nogil=True, error_model="numpy", **options)(kernel),
         njit(cache=True, nogil=True, error_model="numpy", parallel=True, **options)(kernel),
@@ -29,12 +28,10 @@ def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
 
 
 def num_threads() -> int:
-    """Return the number of threads that torch uses, but at most the number that numba has."""
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
 def run(kernel: Kernel, size: int, *arguments: Any) -> None:
-    """Run a kernel on `size` elements: on one thread if they are few, else on all."""
     count = num_threads()
     if size < LEAST_SHARED or count == 1:
         kernel[0](*arguments)

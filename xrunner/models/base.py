@@ -64,8 +64,6 @@ class Model(nn.Module):
     Attributes:
         decoder_start: tokens that an encoder-decoder's decoder processes first. Its prompts cannot be cut into chunks,
             because the encoder reads a whole prompt at once. Empty for decoder-only models.
-        norm: the type of all norms.
-        norms_results: see `DecoderLayer`.
         checkpoint_layers: the name in checkpoints of each list of layers in this class.
         checkpoint_names: the name in checkpoints of each module in this class. A module that fuses several projections
             has several names. A layer's modules have keys such as "layers.*.attention", and their names are relative to
@@ -214,11 +212,7 @@ class DecoderModel(Model):
         return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def run_layers(self, hidden: Tensor, batch: Batch, attends: Sequence[Attend], rows: Tensor | None) -> Tensor:
-        """Run all layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
-
-        Args:
-            rows: tokens for which the last layer's output is needed. None means all tokens.
-        """
+        """Run all layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]"""
         is_cut = rows is not None and len(rows) < len(hidden)
         for layer, attend in zip(self.layers, attends, strict=True):
             hidden = layer(hidden, batch, attend, rows if is_cut and layer is self.layers[-1] else None)

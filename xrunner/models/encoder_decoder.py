@@ -27,9 +27,7 @@ READING_BLOCK = 16
 
 
 class CrossLayer(nn.Module):
-    """A decoder layer: self-attention, cross-attention to the encoder's output, and the feed-forward block. Each reads
-    the hidden states through a norm.
-    """
+    """A decoder layer: self-attention, cross-attention to the encoder's output, and the feed-forward block."""
 
     def __init__(
         self,
@@ -129,7 +127,6 @@ class EncoderDecoderModel(Model):
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
     def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
-        """Return the attention function that all encoder layers use, for prompts of these lengths."""
         batch = reading_batch(lengths)
         num_blocks = int(batch.block_tables.max()) + 1
         cache = hidden.new_empty(2, num_blocks, self.spec.num_kv_heads, READING_BLOCK, self.spec.head_dim)

@@ -72,5 +72,4 @@ class LatentSelfAttention(nn.Module):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Move even dimensions to the first half and odd dimensions to the second."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -27,7 +27,7 @@ Empty = Callable[..., Tensor]
 
 
 class Attend(Protocol):
-    """Computes the attention of one layer in one step. The function has access to the layer's cache."""
+    """Computes the attention of one layer in one step."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """Return the attention of each query. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens,
@@ -85,8 +85,6 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """Projects hidden states to the logits of a vocabulary, or of a rank's share of it."""
-
     def __init__(self, empty: Empty, in_features: int, vocab_size: int, *, weight: nn.Parameter | None = None) -> None:
         super().__init__(empty, in_features, vocab_size, bias=False, weight=weight)
         self._highest: HighestLinear | None = None
@@ -295,7 +293,6 @@ class SelfAttention(nn.Module):
     """Self-attention and its projections. The attention itself is computed by `attend`, an argument of `forward`.
 
     Args:
-        rotary: rotates queries and keys to their positions. None means that positions are encoded elsewhere.
         qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3). None means no norm.
         scoring: the layer's scoring. Its sinks, if the model has any, are a parameter of this block.
     """
@@ -340,8 +337,6 @@ UNSCALED = Scoring(scale=1.0)
 
 
 class CrossAttention(nn.Module):
-    """Attention from a decoder's tokens to the encoder's output, and its projections."""
-
     def __init__(self, empty: Empty, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim

@@ -15,12 +15,6 @@ from xrunner.models.layers import Empty, GatedMlp, RmsNorm, SelfAttention
 
 
 class LlamaModel(DecoderModel):
-    """Llama, with options for similar families.
-
-    Attributes:
-        norms_heads: whether each head's query and key go through a norm.
-    """
-
     norm: ClassVar[type[RmsNorm]] = RmsNorm
     norms_heads: ClassVar[bool] = False
     has_out_bias: ClassVar[bool] = True

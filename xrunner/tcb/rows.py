@@ -5,8 +5,7 @@ too. Until the longest output has ended, a decode step computes one token of eve
 many requests in each slot as the fullest slot has. Keys and values are stored slot by slot until the batch has ended.
 `Rows.keep` removes slots whose requests have all ended. Each request's positions start at 0.
 
-Attention is computed over whole slots, with a mask. Ordinary serving instead concatenates requests and uses the
-backends in `xrunner.attention`. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
+Attention is computed over whole slots, with a mask. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
 """
 
 from __future__ import annotations
@@ -209,11 +208,7 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, by slot, with memory for `most` tokens per slot.
-
-    Args:
-        dtype: dtype of the stored keys and values. None means the dtype in which they are computed.
-    """
+    """Keys and values of one attention block, by slot, with memory for `most` tokens per slot."""
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
         self._most = most
@@ -223,7 +218,6 @@ class SlotCache:
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the first tokens of some slots, from slot `start` on. Return them as stored.
-        `num_slots` is the number of all slots.
 
         # each [slots, kv_heads, tokens, dim] -> same
         """
@@ -318,8 +312,6 @@ class _CausalRows(Rows):
 
 
 class _EncoderDecoderRows(Rows):
-    """Rows of an encoder-decoder. Prompts (for cross-attention) and outputs have separate caches."""
-
     def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
@@ -384,11 +376,7 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
-    """Return the kind of `Rows` that this model needs, with memory for `most_steps` steps.
-
-    Args:
-        dtype: dtype of stored keys and values. None means the dtype in which they are computed.
-    """
+    """Return the kind of `Rows` that this model needs, with memory for `most_steps` steps."""
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps, dtype)
     assert isinstance(model, EncoderDecoderModel)

@@ -51,7 +51,6 @@ class RowWorker(OneAtATime):
 
     Args:
         kept: dtype of stored keys and values.
-        grammars: builds the states of grammars. None means that no request has a grammar.
 
     Attributes:
         inside: the running batch of each micro-batch, by number.
