@@ -1,8 +1,8 @@
 """Restrict outputs to a grammar: compute, with llguidance, which tokens may come next.
 
 A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. Every worker that chooses tokens gets the
-grammar with the request, and compiles it before the request enters the schedule (`xrunner.grammar_queue`). Each chosen
-token advances the grammar. Tokens that the request had generated elsewhere advance the grammar when the request starts.
+grammar with the request, and compiles it before the request enters the schedule (`xrunner.grammar_queue`). Tokens that
+the request had generated elsewhere advance the grammar when the request starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run several replicas of a plan as one engine, each in its own thread.
-
-A request goes to the replica that has the beginning of its prompt cached, or to the one with the fewest requests.
-"""
+"""Run several replicas of a plan as one engine, each in its own thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Exchange tensors between workers: all-reduces within a stage, hidden states between stages,
-and K/V (or encoder outputs) from WAA's encode lane to its decode lane. K/V and encoder outputs are sent in a separate
-thread.
+"""Exchange tensors between workers: all-reduces within a stage, hidden states between stages, and K/V (or encoder
+outputs) from WAA's encode lane to its decode lane.
 """
 
 from __future__ import annotations

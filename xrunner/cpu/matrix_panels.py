@@ -6,8 +6,7 @@ weights are prefetched between this panel's multiplications.
 
 A weight is divided into panels of WIDTH outputs, and a panel into lines. A line holds each output's weights of four
 consecutive inputs. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay
-in registers while all inputs are multiplied. Rounded rows are padded with zeros to a multiple of STEP bytes. The
-threads are torch's.
+in registers while all inputs are multiplied. Rounded rows are padded with zeros to a multiple of STEP bytes.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
 reference manual, chapter 20 (blocking).

@@ -10,8 +10,7 @@ instruction multiplies together. For bfloat16 and int8, one call rounds the rows
 The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them there, so the inner loop
 is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by it. A block of the rows'
 inputs stays in the second-level cache while it is multiplied by all panels. Panels of gates alternate with panels of
-gated outputs. A gate is applied while its sums are in a cache, so only half as much is written. The threads are
-torch's.
+gated outputs. A gate is applied while its sums are in a cache, so only half as much is written.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """

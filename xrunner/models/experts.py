@@ -1,7 +1,7 @@
 """Implement a mixture of experts: a router and the experts, which are feed-forward blocks.
 
 Each expert is a separate block, so that its weights are read, cut and packed like the weights of any other block. A
-rank may hold some of the experts, or a slice of every expert. The ranks' results are added.
+rank may hold some of the experts, or a slice of every expert.
 """
 
 from __future__ import annotations

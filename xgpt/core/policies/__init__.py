@@ -1,7 +1,7 @@
 """The scheduling rules in pure Python: they take requests and return steps.
 
-Both engines use these objects: one on a simulated clock, one on a real clock. The package uses no torch, no clock and
-no global state. xsimulator, xscheduler, xrunner and xgpt may import this package.
+The package uses no torch, no clock and no global state. xsimulator, xscheduler, xrunner and xgpt may import this
+package.
 """
 
 from xgpt.core.policies.blocks import Blocks, BlockTable

@@ -3,10 +3,9 @@
 An account is an API key, or one class of a key's requests. Each account's requests wait in the plan's order of
 admission (see `orders`). The next request comes from the account with the highest priority. Among accounts of equal
 priority, the one with the fewest counted tokens relative to its share comes first. Prompt tokens are counted when a
-request enters, output tokens when they are generated. So two accounts that always have waiting requests get tokens in
-the ratio of their shares. An account cannot save up its share: when it is served after a pause, its count is raised to
-that of the account served last. Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual
-token counter), with shares.
+request enters, output tokens when they are generated. An account cannot save up its share: when it is served after a
+pause, its count is raised to that of the account served last. Source: Sheng et al., Fairness in serving large language
+models, OSDI 2024 (the virtual token counter), with shares.
 
 No order starves a request. A request that has waited longer than `patience_ns` is overdue. The account of an overdue
 request has the highest priority, and every second request that enters from it is its longest-waiting overdue request.

@@ -1,8 +1,7 @@
 """Manage K/V blocks. A block is free, in use by one or several requests, or cached for later requests.
 
 A full block of a prompt (or of a prompt and its output) has a key: a hash of its tokens and of all tokens before them.
-The keys of a sequence's blocks are its chain. If a request's chain begins with keys of existing blocks, the request
-shares these blocks instead of computing them again. A block that no request uses any more stays cached until memory is
+The keys of a sequence's blocks are its chain. A block that no request uses any more stays cached until memory is
 needed. The least recently used block is evicted first. If several blocks were released together, the last block of the
 sequence is evicted first, because a block is useless without the blocks before it.
 

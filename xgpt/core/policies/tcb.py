@@ -1,8 +1,7 @@
 """Arrange a batch in rows of equal length, by padding, by concatenation, or in slots.
 
-TCB and its baselines use these layouts. TNB pads each request to the longest one. TTB (TurboTransformers) does so
-within batches of similar lengths. TCB concatenates several requests in each row of fixed length, or in each slot. A
-slot is a separate part of a row.
+TNB pads each request to the longest one. TTB (TurboTransformers) does so within batches of similar lengths. TCB
+concatenates several requests in each row of fixed length, or in each slot.
 """
 
 from __future__ import annotations
