@@ -1,7 +1,7 @@
 """Measure step times on several devices of this machine at once, and the links between them.
 
 A machine's devices share memory bandwidth, and a socket's cores share power. So each device is measured while the
-others do the same work. In a tensor-parallel group, all ranks run whole steps together, including all-reduces.
+others do the same work.
 
 In a group, ranks wait for each other before every call. Ranks that compute alone wait only once in several calls, since
 a process switch on a loaded machine can take longer than a small model's call.
@@ -73,8 +73,7 @@ class Together:
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     """Return the tensor-parallel degrees that the number of devices and the model's sizes allow.
 
-    A degree must divide the number of devices or be a power of two. In the second case, the remaining devices compute
-    alone, as in partial tensor parallelism.
+    A degree must divide the number of devices or be a power of two.
     """
     found = []
     for degree in range(1, num_devices + 1):

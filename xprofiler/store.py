@@ -126,7 +126,6 @@ def obtain_profile(
 
     Args:
         dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
-        engine: the serving engine. Its loop's time is added to times from a datasheet.
         kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
             `dtype` implies.
         as_served: adapts a measured profile to the steps of a serving engine. None leaves it as measured.
@@ -270,8 +269,7 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """Return the profile from which a plan was made: the given one, a stored one, or one that is computed again from
-    the datasheet.
+    """Return the profile from which a plan was made: the given one, a stored one, or one computed again.
 
     Nothing is measured, since a second measurement would give other times.
 
@@ -332,8 +330,7 @@ def profile_vllm(
     progress: Progress | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure vLLM's step times on this machine. They are not cached, since plans for vLLM are made from a given
-    profile file. For `as_served`, see `obtain_profile`.
+    """Measure vLLM's step times on this machine. They are not cached. For `as_served`, see `obtain_profile`.
 
     Raises:
         InputError: vLLM cannot run this model, or the cluster is not this machine.

@@ -25,9 +25,8 @@ LEAST_S = 1e-12
 class Tables:
     """The times of one kind of device under one serving framework, in seconds.
 
-    A latency below the device's roofline is raised to it. The roofline is the time to compute at the device's peak rate
-    or to read weights and K/V at its memory bandwidth, whichever is longer. Tables were measured in loops, in which
-    data may stay in a cache. Between a model's steps, they do not. `provenance` states how many points were raised.
+    A latency below the device's roofline is raised to it. Tables were measured in loops, in which data may stay in a
+    cache. Between a model's steps, they do not. `provenance` states how many points were raised.
 
     Args:
         device: the kind of device, for the roofline. None means that no latency is raised.
@@ -72,9 +71,8 @@ class Tables:
         In the tables, times of FP8 products include that of computing the scale of [m, k], which the tables also have
         separately. If the checkpoint contains the scale, it is subtracted, but not below the device's roofline.
 
-        FP8 products with block scales were measured with a launch for each product. Small ones took tens of
-        microseconds longer than in half precision, although half precision reads twice as many bytes. Captured graphs
-        avoid launches, so the shorter of the two times is used.
+        FP8 products with block scales were measured with a launch for each product. Captured graphs avoid launches, so
+        the shorter of the two times is used.
 
         Args:
             finds_scales: whether each call computes the scale of [m, k] (FP8).
@@ -245,8 +243,6 @@ class Tables:
         """Return the paths of an operator's tables: first the engine's version and later ones, ascending, then older
         ones, descending. Without a version, the newest comes first.
 
-        A later version may take half the time.
-
         Args:
             framework: another framework. Its newest tables come first, and the result may be empty.
 
@@ -279,9 +275,6 @@ class Tables:
         self, path: Path, columns: Sequence[str], optional: Sequence[str] = (), *, may_be_zero: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
         """Read columns of a table.
-
-        Args:
-            optional: columns to read only if the table has them.
 
         Raises:
             InputError: the file at `path` is malformed, or pyarrow is not installed.

@@ -10,12 +10,10 @@ schedules the next. They are separated into parts as follows:
                                                                           chunks take
 
 So `head` contains the time of all but the first of a step's requests, including that of vLLM's own loop. A served vLLM
-also runs xgpt's scheduler, whose time is added (`with_scheduler`). Times are means over passes, as in `measure`. A few
-long steps may all run at one clock rate, and then differ from steps of similar sizes. The time per token should never
-rise with the number of tokens, so sizes that violate this are averaged. The attention of prompts takes a few hundredths
-of a step at usual lengths. It is fitted to all chunks together. Steps that both decode and encode a prompt chunk are
-also measured: `provenance` states by how much their time differs from that of separate steps. For decodes over long
-contexts, a vLLM connector pretends that K/V exist.
+also runs xgpt's scheduler, whose time is added (`with_scheduler`). Times are means over passes, as in `measure`. The
+time per token should never rise with the number of tokens, so sizes that violate this are averaged. Steps that both
+decode and encode a prompt chunk are also measured: `provenance` states by how much their time differs from that of
+separate steps. For decodes over long contexts, a vLLM connector pretends that K/V exist.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class StepSizes(NamedTuple):
     """The sizes of the steps to measure.
 
     Attributes:
-        batches: numbers of requests that decode together.
         cached_tokens: largest sum of context tokens in a decode batch.
         piece: number of tokens in a prompt chunk, enough to keep the device busy.
         captured_tokens: largest number of tokens of a step that vLLM runs as a CUDA graph, or 0 without graphs. A
