@@ -1,5 +1,4 @@
-"""Find a model's step times on a device. They are measured with xrunner's layers, computed from a datasheet, or
-imported.
+"""Find a model's step times. They are measured with xrunner's layers, computed from a datasheet, or imported.
 
 Only modules that measure with xrunner's layers load torch.
 """

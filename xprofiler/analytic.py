@@ -290,9 +290,7 @@ class Kernels:
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which sparse attention's index scores pairs of tokens, all of them on every device, in
-        eight bits.
-        """
+        """Return seconds in which sparse attention's index scores pairs, all of them on every device, in eight bits."""
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s

@@ -259,9 +259,7 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Store a profile in the cache, where plans find it. A damaged copy is replaced. Do nothing if the cache cannot be
-    written.
-    """
+    """Store a profile in the cache. A damaged copy is replaced. Do nothing if the cache cannot be written."""
     path = _path_of(content := sha256(profile))
     if file_sha256(path) != content:
         with suppress(MachineError):

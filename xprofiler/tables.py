@@ -124,9 +124,7 @@ class Tables:
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
-        """Return the seconds of attention in a phase: for whole prompts ("context"), or for one token per request
-        ("generation").
-        """
+        """Return seconds of attention: for whole prompts ("context"), or for one token per request ("generation")."""
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
         rows = self._attention[phase]

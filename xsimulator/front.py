@@ -29,9 +29,7 @@ def most_rate(plan: PlanDraft, num_servers: int) -> float:
 
 
 def fronted(plan: PlanDraft, num_servers: int | None) -> PlanDraft:
-    """Return the plan with its number of API servers, and with a warning if these servers can handle fewer requests
-    than the plan promises.
-    """
+    """Return the plan with its number of API servers, and a warning if these handle fewer than the plan promises."""
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1
     plan = plan.but(api_servers=num_servers or needed)

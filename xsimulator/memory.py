@@ -1,6 +1,4 @@
-"""Compute the K/V blocks that fit in memory beside a model's weights, and the number of requests for which they
-suffice.
-"""
+"""Compute K/V blocks that fit in memory beside a model's weights, and the number of requests for which they suffice."""
 
 from __future__ import annotations
 
