@@ -214,7 +214,7 @@ class ContextTable:
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Return the positions of contexts : the index of the point before, and the fraction to the next one."""
+        """Return the positions of contexts: the index of the point before, and the fraction to the next one."""
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]
         return index, (contexts - before) / (self._contexts[index + 1] - before)

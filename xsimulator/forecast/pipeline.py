@@ -164,7 +164,9 @@ class RandomSteps:
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """Return the mean time of a round in the first case if one takes the given time. # [k, n] each -> [k, n]"""
+        """Return the mean time of a round in the first case if one of its steps takes the given time.
+        # [k, n] each -> [k, n]
+        """
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)
