@@ -16,6 +16,7 @@ from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement
 from xgpt.deciding.commands import engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, at_load
 from xgpt.deciding.ranges import ranges_of
+from xgpt.deciding.verified import unverified
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xsimulator.capacity import Trial
@@ -94,6 +95,7 @@ def recommend(
         limit_gap=best.search.gap,
         would_change=tuple(_would_change(best, first, gain, load)),
         measurement=_measurement(best, chosen, path),
+        unverified=unverified(shown[0]),
         warnings=best.estimate.warnings,
     )
 

@@ -47,6 +47,8 @@ def _promise(found: Recommendation) -> Iterator[str]:
         yield f"Your load: {load_in_words(load)}.{more}"
     if found.gain is not None:
         yield f"{gain_in_words(found)}."
+    if found.unverified:
+        yield f"Not verified by measurements: {'; '.join(found.unverified)}."
 
 
 def load_in_words(load: AtLoad) -> str:
@@ -68,7 +70,7 @@ def _reasons(found: Recommendation) -> Iterator[str]:
         yield f"Devices that hold it: {'; '.join(each)}."
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
-        yield f"{gap}: no schedule searched exceeds {found.limit_per_s:.3g} requests/s."
+        yield f"{gap}: with these step times no schedule searched exceeds {found.limit_per_s:.3g}."
     if found.with_more_work is not None:
         yield f"With more work: {_in_short(found.with_more_work)}."
     if found.runner_up is not None:

@@ -157,6 +157,8 @@ class Recommendation(Frozen):
     """What would change the recommendation, each in a sentence, the nearest first."""
     measurement: Measurement | None = None
     """The one measurement that would narrow the ranges most. None means that all steps were measured here."""
+    unverified: tuple[str, ...] = ()
+    """What of `best` fewer than ten published measurements check, in words."""
     warnings: tuple[str, ...] = ()
     plan_sha256: str = ""
     """SHA-256 of the plan with this field empty. A plan.json in which it is right is as xgpt wrote it."""

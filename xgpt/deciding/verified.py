@@ -1,0 +1,26 @@
+"""Say which parts of a prediction published measurements have not checked."""
+
+from __future__ import annotations
+
+from xgpt.core.schema import Plan
+
+
+def unverified(plan: Plan) -> tuple[str, ...]:
+    """Return what of a plan fewer than ten published measurements check (docs/results/truth.md), in words.
+
+    Empty if the plan's step times were measured where it runs.
+    """
+    if plan.profile.source == "measured":
+        return ()
+    found, device = [], plan.cluster.device
+    if device.efficiency is not None and device.efficiency.like is not None:
+        found.append(f"{device.name}, whose efficiency is that of {device.efficiency.like}")
+    if plan.policy.kind == "waa":
+        found.append("waa")
+    elif len(plan.stages) > 1:
+        found.append("pipelines")
+    if plan.speculation is not None:
+        found.append("drafts")
+    if any(block.recurrent is not None for block in plan.model.blocks):
+        found.append("recurrent layers")
+    return tuple(found)
