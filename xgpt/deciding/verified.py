@@ -15,8 +15,9 @@ def unverified(plan: Plan) -> tuple[str, ...]:
     found, device = [], plan.cluster.device
     if device.efficiency is not None and device.efficiency.like is not None:
         found.append(f"{device.name}, whose efficiency is that of {device.efficiency.like}")
-    if plan.policy.kind == "waa":
-        found.append("waa")
+    lanes = {stage.lane for stage in plan.stages}
+    if len(lanes) > 1:
+        found.append("prefill and decode on separate devices")
     elif len(plan.stages) > 1:
         found.append("pipelines")
     if plan.speculation is not None:

@@ -19,8 +19,11 @@ class Ranged(Frozen):
     """A figure with the range that contains its measured value in nine of ten cases (None: not known)."""
 
     value: float
+    """The predicted value."""
     low: float | None = None
+    """Lower end of the range."""
     high: float | None = None
+    """Upper end of the range."""
 
 
 class Process(Frozen):
@@ -40,7 +43,9 @@ class BoundKept(Frozen):
     """One of the user's bounds, and the margin that the plan leaves."""
 
     name: Literal["latency", "TTFT", "TPOT"]
+    """What is bounded."""
     bound_s: PositiveFloat
+    """Seconds of the bound."""
     quantile: float
     """Share of requests that must keep the bound."""
     predicted_s: float | None = None
@@ -70,6 +75,7 @@ class Offer(Frozen):
     name: str
     """Policy and shape, as in "chunked, 2 replicas of TP4"."""
     policy: str
+    """Kind of schedule."""
     settings: str
     """Values of the control variables, in words."""
     engine: str
@@ -77,6 +83,7 @@ class Offer(Frozen):
     needs_xgpt: bool
     """Whether the candidate needs xgpt's scheduler or engine. Otherwise the named engine runs it by itself."""
     num_devices: PositiveInt
+    """Number of devices that it uses."""
     processes: tuple[Process, ...] = ()
     """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
     rate_per_s: Ranged
@@ -86,6 +93,7 @@ class Offer(Frozen):
     cost_per_hour: float | None = None
     """Price of its devices for an hour, or None if not known."""
     cost_per_million_tokens: float | None = None
+    """Price of a million output tokens, or None if not known."""
 
 
 class Gain(Frozen):
@@ -107,7 +115,9 @@ class Sized(Frozen):
     """A number of devices, and the probability that it sustains the load."""
 
     num_devices: PositiveInt
+    """The number."""
     confidence: float = Field(ge=0, le=1)
+    """The probability."""
     rate_per_s: NonNegativeFloat = 0.0
     """Highest predicted arrival rate within the bounds on so many devices."""
 
@@ -118,6 +128,7 @@ class Measurement(Frozen):
     narrows: str
     """What it narrows, in words."""
     command: str
+    """The complete command."""
 
 
 class Recommendation(Frozen):
@@ -126,9 +137,11 @@ class Recommendation(Frozen):
     action: Action
     """run: nothing runs yet; change: replace the present deployment; keep: leave it as it is."""
     model: str
+    """Name of the model."""
     devices: str
     """Name of the devices, as in "8 x h100-80gb-hbm3"."""
     workload: str
+    """Name of the request lengths."""
     bounds: tuple[BoundKept, ...] = ()
     """The user's bounds with the margins of the recommended candidate. Empty means that there are none."""
     best: Offer
@@ -160,5 +173,6 @@ class Recommendation(Frozen):
     unverified: tuple[str, ...] = ()
     """What of `best` fewer than ten published measurements check, in words."""
     warnings: tuple[str, ...] = ()
+    """What makes the plan's figures less certain."""
     plan_sha256: str = ""
     """SHA-256 of the plan with this field empty. A plan.json in which it is right is as xgpt wrote it."""
