@@ -81,9 +81,7 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
 def ranges(
     plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
 ) -> dict[str, RangeOutput]:
-    """Return the range of each plan's gain per device over the current deployment. Assumptions vary within
-    `assumptions`.
-    """
+    """Return the range of each plan's gain per device over the current deployment."""
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
     now = np.asarray(changes(current, current_profile, among))

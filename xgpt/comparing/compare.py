@@ -50,7 +50,6 @@ class Compared:
 
     Attributes:
         planned: the plans of `xgpt plan` for the same request.
-        recommendation: the one judgement.
         current: a plan with the current deployment's settings and predicted figures, or None if no deployment was
             given.
         notes: assumptions about the current deployment.
@@ -77,7 +76,6 @@ class Compared:
 
     @property
     def best(self) -> Plan:
-        """The recommended plan."""
         return self.planned.best
 
     @cached_property
@@ -113,7 +111,6 @@ def compare(
             command.
         variables: values of shell variables that the command does not set.
         measured: the load with which each plan is measured. None means that no plan is measured.
-        seed: seed of the requests in `measured`.
 
     Raises:
         InputError: a name is not known, plans to measure are for another machine, or the current deployment cannot
@@ -203,9 +200,7 @@ def _with_current(
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:
-    """Return a note if a deployment's API servers handle fewer requests per second than its devices. Otherwise return
-    nothing.
-    """
+    """Return a note if a deployment's API servers handle fewer requests per second than its devices."""
     most = inf if num_servers is None else most_rate(current, num_servers)
     if most >= rate_of(current):
         return []
@@ -219,7 +214,6 @@ def _front_note(current: Plan, num_servers: int | None) -> list[str]:
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem for the current deployment's engine, data types and devices, with step times for these."""
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
@@ -248,7 +242,6 @@ def measure_each(
     `rng` draws anew for each plan.
 
     Args:
-        profile: the profile of all plans.
         on_start: called with each plan before the plan runs. A caller can then show the prediction first.
     """
     reports = {}

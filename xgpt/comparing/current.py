@@ -29,15 +29,12 @@ class CurrentEngine:
         shortens: whether the engine lowers `max_model_len` to what fits into K/V memory.
         dtype: data type in which the engine runs. None means the data type in the model's config.
         kv_dtype: data type of K/V. None means `dtype`.
-        quantization: the quantisation that the command names, or None.
         notes: assumptions about the deployment, as text.
         framework: name of the engine, as in configs/engines.
         version: the engine's version, from the image's tag, or None if not known.
-        model: the model that the command names, or None.
         cuts_prompts: whether a step may prefill a chunk of a prompt.
         drops_windows: whether the engine frees keys and values that have left a layer's attention window.
         text_only: whether the engine leaves out the model's encoders of images and sound.
-        drafts: settings of speculative decoding, or None.
         kept: options of the command that a plan's command repeats.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
@@ -75,9 +72,6 @@ class CurrentEngine:
     def step_tokens(self, context: int) -> int:
         """Return the largest number of tokens in a step. If prompts are not chunked, this is at least the longest
         request.
-
-        Args:
-            context: the model's context.
         """
         longest = 0 if self.cuts_prompts else self.max_model_len or context
         return max(self.max_num_batched_tokens, longest)
@@ -143,9 +137,6 @@ class Drafts(NamedTuple):
 
 def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     """Return the settings of speculative decoding in a `vllm serve` command, or None if the command uses no drafts.
-
-    Args:
-        model: the model that the command serves.
 
     Raises:
         InputError: the flags cannot be read, or xgpt does not score drafts of this kind.

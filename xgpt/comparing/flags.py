@@ -65,11 +65,7 @@ class FlagTable:
 
     @classmethod
     def of(cls, engine: str, name: str, *, abbreviates: bool = True) -> FlagTable:
-        """Return the table of an engine's release.
-
-        Args:
-            name: name of the engine, for messages.
-        """
+        """Return the table of an engine's release."""
         document = tables()
         takes, earlier = document["takes"][engine], document["takes"].get(f"{engine}, earlier", {})
         aliases = document["aliases"][engine]
@@ -115,7 +111,6 @@ class FlagTable:
         return given, free
 
     def words(self, given: Given) -> list[str]:
-        """Return the words of a command that give these flags."""
         words: list[str] = []
         for name, value in given.items():
             values = value.split() if self.takes.get(name) == "many" else [value]
@@ -145,7 +140,6 @@ class FlagTable:
         raise InputError("current", word, f"{self.engine} has no such flag{near or '; correct it, or leave it out'}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
-        """Return, for each spelling of a flag, the flag's long name and whether the spelling switches the flag on."""
         all_ = {**self.earlier, **self.takes}
         names = {f"--{flag}": (flag, True) for flag in all_}
         names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}
@@ -175,9 +169,7 @@ class FlagTable:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return a flag's value so far as a JSON object, or an empty object if there is none. Flags such as `--flag.field`
-    add to it.
-    """
+    """Return a flag's value so far as a JSON object, or an empty object if there is none."""
     try:
         value = json.loads(text or "")
     except ValueError:

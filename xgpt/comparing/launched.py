@@ -128,7 +128,6 @@ def _one(launched: list[Launched], text: str) -> Launched:
 
 
 def _documents(text: str) -> list[Any]:
-    """Return the YAML documents that are mappings, or nothing if the text is a command."""
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
@@ -141,7 +140,6 @@ def _documents(text: str) -> list[Any]:
 
 
 def in_shell(text: str) -> Iterator[Launched]:
-    """Yield the engines that a shell script starts."""
     variables: dict[str, str] = {}
     for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
         if line.strip() and not line.strip().startswith("#"):
@@ -161,7 +159,6 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether all quotation marks in a shell script are closed."""
     try:
         shlex.split(text)
     except ValueError:
@@ -189,7 +186,6 @@ def _comment(words: list[str]) -> int:
 
 
 def _assigned(words: Iterable[str]) -> dict[str, str]:
-    """Return the variables that words such as NAME=VALUE assign."""
     return {match[1]: match[2] for word in words if (match := ASSIGNMENT.fullmatch(word))}
 
 
@@ -232,7 +228,6 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line, each without its redirections."""
     command: list[str] = []
     is_redirected = False
     for word in words:
@@ -308,7 +303,6 @@ def in_manifest(node: Any) -> Iterator[Launched]:
 
 
 def _of_values(node: dict[str, Any]) -> Launched:
-    """Return the engine that an entry of `modelSpec` starts, in Helm values of vLLM's production stack."""
     config = node["vllmConfig"]
     words = [str(node.get("modelURL", ""))] if node.get("modelURL") else []
     for name, flag in VALUES.items():
@@ -324,7 +318,6 @@ def _of_values(node: dict[str, Any]) -> Launched:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the words of a command. It is given as a list of words or as text for a shell."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -364,7 +357,6 @@ def _filled(word: str, environment: Mapping[str, str]) -> str:
 
 
 def _with_values(text: str, variables: Mapping[str, str]) -> str:
-    """Replace the given variables in a text."""
     for name, value in variables.items():
         pattern = rf"\$\{{{name}(?::?[-=?+][^}}]*)?\}}|\$\({name}\)|\${name}\b"
         text = re.sub(pattern, value.replace("\\", r"\\"), text)

@@ -21,7 +21,6 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load
     Args:
         best: the plan with which to compare the deployment.
         running: the problem with the deployment's engine and data types.
-        problem: the problem that the plans solve.
     """
     if not problem.constraint.bounds_latency:
         return []
@@ -35,9 +34,6 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load
 def _others(
     running: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
 ) -> list[str]:
-    """Return a line of text on late requests: how many have outputs too long for any schedule, how many are late for
-    other reasons, and how many of these would be late under the best plan.
-    """
     number, constraint = int(late.sum()), running.constraint
     parts, too_long = list[str](), np.zeros(len(late), bool)
     found = fastest(scheduler(running).candidates, ("chunked", "orca"))

@@ -174,15 +174,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
-    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request.
-
-    Args:
-        holds: length in tokens of the longest request that fits into an otherwise empty K/V memory.
-        longest: length in tokens of the workload's longest request.
-
-    Raises:
-        InfeasibleError: K/V memory is too small.
-    """
+    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request."""
     model, needs, will = problem.model, longest, "refuse requests"
     where = f"the longest request of {problem.workload.name}"
     if not current.shortens:
@@ -241,5 +233,4 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def _longest(problem: Problem) -> int:
-    """Return the sum of a workload's longest input and longest output, in tokens."""
     return problem.workload.input.lengths[-1] + problem.workload.output.lengths[-1]
