@@ -94,7 +94,6 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
 
 
 def memory(plan: Plan) -> MemoryFigure:
-    """Return the memory use of each device of a replica."""
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
@@ -138,7 +137,6 @@ def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
 
 
 def of_space(space: Space) -> list[TradeOff]:
-    """Return the trade-off of one space: of one placement's settings."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
     latency, throughput = evaluation.performance.latency, evaluation.throughput

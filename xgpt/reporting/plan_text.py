@@ -44,7 +44,6 @@ def settings_text(plan: Plan) -> str:
 
 
 def placement_in_words(plan: Plan) -> str:
-    """Return a description of a plan's replicas, stages and device groups."""
     replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     lanes = {"both": "", "encode": "encode ", "decode": "decode "}
     parts = []
@@ -63,7 +62,6 @@ def placement_in_words(plan: Plan) -> str:
 
 
 def objective_in_words(constraint: Constraint) -> str:
-    """Return a description of the objective."""
     if constraint.maximise is not None:
         return f"{constraint.maximise} while requests are always waiting"
     if constraint.maximises_arrivals:
@@ -74,9 +72,6 @@ def objective_in_words(constraint: Constraint) -> str:
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with the value that each policy's plan gives the user's own objective, or nothing if there is
-    none.
-    """
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return [
@@ -89,9 +84,6 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return lines on the plan's engine and on how it affects the prediction, or nothing if no engine is named or it is
-    xgpt's.
-    """
     engine = plan.engine
     if engine is None or engine.framework == "xgpt":
         return []
@@ -162,7 +154,6 @@ def bounds_in_words(constraint: Constraint) -> str:
 
 
 def arrivals_in_words(plan: Plan) -> list[str]:
-    """Return lines on a plan's highest arrival rate, and on its throughput at saturation."""
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
     texts = []
     if found is not None and not found.rate_per_s:
@@ -219,7 +210,6 @@ def ranges_on_this_machine(plan: Plan) -> list[str]:
 
 
 def profile_in_words(plan: Plan) -> str:
-    """Return a line on the plan's profile, and on whether the profile was fitted to a served engine."""
     profile = plan.profile
     text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
     if SERVED in profile.provenance:
@@ -234,7 +224,6 @@ def _with_error(error: float | None) -> str:
 
 
 def classes_in_words(plan: Plan) -> list[str]:
-    """Return a line on the classes of requests with their bounds, or nothing if there are no classes."""
     labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     texts = []
     for each in plan.constraint.classes:
@@ -246,7 +235,6 @@ def classes_in_words(plan: Plan) -> list[str]:
 
 
 def headroom_in_words(plan: Plan) -> list[str]:
-    """Return a line on the plan's headroom and its source."""
     headroom, source = plan.constraint.headroom, plan.profile.source
     if not headroom or not plan.constraint.bounds_latency:
         return []
@@ -288,9 +276,7 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
-    """Return a line on the share of prompt tokens that the plan expects in the prefix cache, and on the gain from it.
-    Return nothing without reuse.
-    """
+    """Return a line on the share of prompt tokens that the plan expects in the prefix cache, and on the gain."""
     reuse = plan.estimate.reuse
     if reuse is None:
         return []
@@ -373,7 +359,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def schedule_in_words(plan: Plan) -> str:
-    """Return a description of the schedule."""
     policy = plan.policy
     match policy.kind:
         case "rra":
@@ -444,8 +429,7 @@ def proof_in_words(plan: Plan) -> str:
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield lines on speculative decoding and on the rate for each number of draft tokens. Yield nothing if the request
-    has no drafts.
+    """Yield lines on speculative decoding and on the rate for each number of draft tokens.
 
     Args:
         ahead: rates by number of draft tokens, as in `Planned.ahead`.
