@@ -194,7 +194,6 @@ def _fail_with(error: XgptError) -> None:
 
 
 def _way_out(error: click.BadParameter) -> str:
-    """Return the end of the error for a missing argument or for an unknown value of an option."""
     if isinstance(error, click.MissingParameter):
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type

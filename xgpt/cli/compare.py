@@ -20,7 +20,6 @@ from xgpt.reporting.plan_text import proof_in_words, settings_text
 def compare(
     output: str | None, force: bool, as_json: bool, explain: bool, current: str | None, measure: bool, **_: Any
 ) -> None:
-    """Run the command that `commands.py` declares."""
     if current is None:
         refuse_idle(["output"], "it needs --current: only the current deployment is written")
     if not measure:

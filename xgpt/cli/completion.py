@@ -9,7 +9,6 @@ from xgpt.cli import cli
 
 
 def completion(shell: str) -> None:
-    """Run the command that `commands.py` declares."""
     completion = get_completion_class(shell)
     assert completion is not None
     click.echo(completion(cli, {}, "xgpt", "_XGPT_COMPLETE").source())

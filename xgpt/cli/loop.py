@@ -34,8 +34,6 @@ BOUNDS = {"ttft_quantile_s": "ttft_s", "tpot_quantile_s": "tpot_s", "whole_quant
 
 
 def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
-    """Show the load, send it, and print measured and predicted figures with the recommendation."""
-
     def may_send(sending: LoadToSend) -> bool:
         click.echo(sending.text, err=True)
         if yes or not (sending.serving or 0):
@@ -74,7 +72,6 @@ def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
 
 
 def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
-    """Measure settings, and print each round and the recommendation."""
     file = None if output is None else output_file(output)
     count = 0
 
@@ -123,8 +120,6 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
 
 
 def watch(plan_path: str, **_: Any) -> None:
-    """Print each alarm as it happens."""
-
     def tell(alarm: WatchAlarm) -> None:
         more = "" if alarm.gain is None else f" ({100 * alarm.gain:+.0f}% requests/s)"
         click.echo(alarm.text + (f"; {alarm.action}{more}" if alarm.action else ""))
@@ -145,7 +140,6 @@ def _result(run: TuneRun) -> str:
 
 
 def _advice(found: Recommendation) -> Iterator[str]:
-    """Yield the answer, the command, and how sure it is."""
     words = {"run": "run", "change": "change to", "keep": "keep"}
     best = found.best
     rate = f"{_ranged(best.rate_per_s)} requests/s within the bounds"

@@ -55,7 +55,6 @@ class Command(click.Command):
     most_used: tuple[str, ...] = ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -66,14 +65,12 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters in the order in which help lists them."""
         groups = [self.group_of(param) for param in self.params]
         first = ["Most used", *(group for group in groups if group != RESEARCH), OUTPUT, RESEARCH]
         ranks = {group: rank for rank, group in enumerate(dict.fromkeys(first))}
         return sorted(super().get_params(ctx), key=lambda param: ranks.get(self.group_of(param), len(ranks)))
 
     def group_of(self, param: click.Parameter) -> str:
-        """Return the group of a parameter."""
         return "Most used" if param.name in self.most_used else getattr(param, "group", OUTPUT)
 
 
@@ -99,13 +96,11 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
 
 
 def _run(name: str, **params: Any) -> Any:
-    """Import the module that runs a command, and run the command."""
     file = FILES.get(name, "run")
     return getattr(importlib.import_module(f"xgpt.cli.{file}"), name)(**params)
 
 
 def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
-    """Return a decorator that adds the option for a field."""
     text = fields_as_options(field["text"], flags)
     settings: dict[str, Any] = {"default": field["default"], "metavar": field["metavar"] or None}
     if field["type"]["kind"] == "flag":
@@ -163,9 +158,7 @@ def fields_as_options(text: str, flags: dict[str, str]) -> str:
 
 
 def given() -> dict[str, Any]:
-    """Return the values that the user gave for fields of the running command's request. Keys are the fields'
-    names.
-    """
+    """Return the values that the user gave for fields of the running command's request."""
     context = click.get_current_context()
     options = [param.name for param in context.command.params if isinstance(param, RequestOption)]
     default = click.core.ParameterSource.DEFAULT
@@ -236,9 +229,6 @@ def output_option(text: str, default: str | None = None, metavar: str = "FILE") 
 
 def output_file(path: str | Path, name: str = "output") -> OutputFile:
     """Check now whether the running command can later write to `path`, and return the file to write.
-
-    Args:
-        name: the parameter that gave the path.
 
     Raises:
         InputError: the command would overwrite a file of the user or a file that it reads, and --force is not given.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 def serve(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_run: bool, force: bool, **_: Any) -> None:
-    """Serve a plan."""
-
     def note(line: str) -> None:
         click.echo(line, err=True)
 
@@ -35,7 +33,6 @@ def serve(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_ru
 
 
 def export(plan_path: str, target: Target, output: str, force: bool) -> None:
-    """Write the files with which another platform starts a plan."""
     files = api.export(plan_path, target)
     written = {name: unchecked_file(Path(output) / name) for name in files}
     for name, file in written.items():
@@ -46,7 +43,6 @@ def export(plan_path: str, target: Target, output: str, force: bool) -> None:
 
 
 def ui(port: int, no_browser: bool) -> None:
-    """Serve the planning page, and print its address."""
     # The address is in a file that only its owner can read, since all users can see a browser's arguments and the token
     # in them.
     with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
@@ -62,7 +58,6 @@ def ui(port: int, no_browser: bool) -> None:
 
 
 def doctor(as_json: bool) -> None:
-    """Print what was found about this machine."""
     findings = api.doctor()
     if as_json:
         click.echo(json.dumps([finding.model_dump() for finding in findings], indent=2))

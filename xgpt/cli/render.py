@@ -40,7 +40,6 @@ def show(*parts: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table with the first column aligned left and the others aligned right."""
     result = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -120,7 +119,6 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressBar]:
-    """Show progress while the block runs."""
     bar = ProgressBar()
     try:
         yield bar
@@ -207,7 +205,6 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
-    """Return a table of how much the best plan gains if the latency bound is looser."""
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
@@ -291,7 +288,6 @@ def _range(figure: Comparison) -> str:
 
 
 def bench_report(report: BenchReport) -> list[object]:
-    """Return the table of a measured plan, and notes."""
     notes = bench_notes(report)
     if report.calibration is not None:
         notes += calibration_notes(report.calibration)
@@ -389,7 +385,6 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> F
 
 
 def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
-    """Return a table of errors before and after a fit, with a row for each figure of each load."""
     names = {"throughput_rps": "requests/s", "ttft_s": "first token, s", "tpot_s": "between tokens, s"}
     rows = [
         [
@@ -462,7 +457,6 @@ def calibration_notes(calibration: Calibration) -> list[str]:
 
 
 def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
-    """Yield lines and tables on the bounds, the replicas, the day, and the cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     share = f"{100 * constraint.quantile:g}%"
     of = "the requests of each interval" if fleet.slo_window == "interval" else "the day's requests"
@@ -489,7 +483,6 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
 
 
 def kinds_table(fleet: FleetPlan) -> Table:
-    """Return a table of the kinds of replicas."""
     has_price = fleet.is_priced
     rows = [
         [
@@ -531,10 +524,6 @@ def day_table(fleet: FleetPlan) -> Table:
 
 
 def costs_table(fleet: FleetPlan) -> Table:
-    """Return a table that compares the planned with the constant fleet: cost, and share of requests within the
-    bounds.
-    """
-
     def row(name: str, figures: FleetFigures) -> list[str]:
         cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
         return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> None:
-    """Write plan.json, and print the recommendation."""
     file = output_file(output)
     with render.progress_bar() as progress:
         planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress, path=output)
@@ -46,7 +45,6 @@ def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> No
 
 
 def _summary(planned: Planned) -> Iterator[object]:
-    """Yield lines and tables on the problem, each policy's plan, and the evidence for the chosen plan."""
     problem, best = planned.problem, planned.best
     bound = plan_text.bounds_in_words(best.constraint) or "no bounds"
     yield (
@@ -96,7 +94,6 @@ SHORT_S = 120
 
 
 def fleet(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
-    """Write fleet.json, and print the day's tables."""
     if interval_s < SHORT_S:
         click.echo(
             f"note: --interval {interval_s:g} means {interval_s:g} seconds; for minutes give {60 * interval_s:g}",
@@ -114,7 +111,6 @@ def fleet(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) 
 
 
 def profile(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
-    """Write the profile, and print a summary of it."""
     if engine == "vllm" and import_from is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE, then plan for vLLM with `xgpt plan --profile FILE`")
     file = None if output is None else output_file(output)
@@ -144,7 +140,6 @@ def profile(output: str | None, force: bool, as_json: bool, engine: str, import_
 
 
 def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
-    """Simulate a plan, and print its figures."""
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, keep_steps=file is not None, **options.given())
@@ -175,7 +170,6 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
 
 
 def _tell_share(asked: dict[str, Any]) -> None:
-    """Print on standard error how much of the trace was replayed, unless it was all of it."""
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests")
     if trace is None or num_requests in (None, "all"):
         return
@@ -186,7 +180,6 @@ def _tell_share(asked: dict[str, Any]) -> None:
 
 
 def autoscale(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
-    """Recommend a fleet's replicas."""
     asked = options.given()
     if simulated_trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it cannot be combined with --simulate")
@@ -217,7 +210,6 @@ def autoscale(fleet_path: str, as_json: bool, simulated_trace: str | None, look_
 
 
 def bench(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
-    """Measure a server, and print predicted and measured figures."""
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it applies only to a plan file: a server at a URL already runs an engine")
         refuse_idle(["saturated"], "it applies only to a plan file: for a URL give --arrival-rate or --concurrency")
@@ -249,7 +241,6 @@ def calibrate(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Fit a profile, and print the errors before and after the fit."""
     file = None if output is None else output_file(output)
     engine_file = None if engine_output is None else output_file(engine_output, "engine_output")
     with render.at_work("simulating the measured loads"):
@@ -265,7 +256,6 @@ def calibrate(
 
 
 def replan(plan_path: str, output: str | None, force: bool, as_json: bool, explain: bool, **_: Any) -> None:
-    """Decide whether another plan should run, and print the decision."""
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("searching for better plans"):
@@ -286,7 +276,6 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, expla
 
 
 def report(plan_path: str, output: str, force: bool, **_: Any) -> None:
-    """Write the page of a plan or a fleet."""
     file = output_file(output)
     with render.at_work("simulating, and drawing"):
         page = api.report(plan_path, **options.given())
