@@ -42,7 +42,6 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
     whose experts vLLM would then divide.
 
     Args:
-        kept: see `engine_command`.
         path: path of the plan, for xgpt's own commands.
     """
     if engine_command(plan) is None:
@@ -72,7 +71,6 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
 
 
 def _over_nodes(plan: Plan, kept: Given | None, framework: str, groups: int) -> tuple[Process, ...]:
-    """Return a process for each machine of each replica."""
     each, on_node = plan.devices_per_replica * plan.sharing_replicas, plan.cluster.devices_per_node
     nodes = -(-each // on_node)
     found = []
@@ -180,7 +178,6 @@ def _on_cpus(plan: Plan, kept: Given) -> str | None:
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:
-    """Return vLLM's option for speculative decoding, or nothing without drafts."""
     if speculation is None:
         return []
     config: dict[str, object] = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}

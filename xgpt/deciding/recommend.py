@@ -56,7 +56,6 @@ def recommend(
         load: the load to carry, or None if the user states none.
         sizes: numbers of devices that were tried for this load.
         kept: options of the present deployment's command that a new command repeats.
-        path: where the plan is written.
     """
     kind, best = next(iter(plans.items()))
     offers = {name: offer_of(plan, kept, path) for name, plan in plans.items()}
@@ -101,7 +100,6 @@ def recommend(
 
 
 def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> Offer:
-    """Return a plan as something to run."""
     price, replica = plan.cluster.price_per_device_hour, _shape(plan)
     return Offer(
         name=f"{plan.policy.kind}, {replica}" if replica else plan.policy.kind,

@@ -125,7 +125,6 @@ def gain_in_words(found: Recommendation) -> str:
 
 
 def in_words(figure: Ranged, unit: str) -> str:
-    """Return a figure with its likely range."""
     text = f"{figure.value:.3g} {unit}"
     if figure.low is None or figure.high is None:
         return text
