@@ -20,7 +20,6 @@ def advise(tuner: Tuner, now: int | None, kept: Given, *, least_gain: float = TO
 
     Args:
         now: the candidate that runs now, or None.
-        kept: options that commands repeat.
         least_gain: smallest gain for which settings change, as a share.
     """
     model, draws = tuner.model, tuner.belief.draws

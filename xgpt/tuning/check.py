@@ -47,7 +47,6 @@ class LoadToSend:
 
     @property
     def text(self) -> str:
-        """What will be sent, in words."""
         parts = [f"{count} requests at {rate:.3g} a second ({count / rate:.0f} s)" for rate, count in self.loads]
         lengths = f"of about {self.mean_input:.0f} prompt and {self.mean_output:.0f} output tokens"
         return f"sends {' and '.join(parts)} {lengths} to {self.url}"

@@ -69,7 +69,6 @@ class SequentialTest:
         self.num_kept = self.num_late = 0
 
     def note(self, *, is_kept: bool) -> None:
-        """Count a request."""
         self.num_kept, self.num_late = self.num_kept + is_kept, self.num_late + (not is_kept)
         self.score += self._kept if is_kept else self._late
 

@@ -23,9 +23,6 @@ class Journal:
         path: the file. None means that runs are kept only in memory.
         resume: whether to go on with the file's runs. Otherwise the file must not exist.
 
-    Attributes:
-        runs: all finished runs.
-
     Raises:
         InputError: the file exists and `resume` is not set, or it is of another search.
     """

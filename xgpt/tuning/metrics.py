@@ -72,7 +72,6 @@ class Buckets(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Number of values."""
         return float(self.counts.sum())
 
     @property

@@ -41,7 +41,6 @@ class EngineProblem:
 
     @property
     def settings_now(self) -> list[ChunkedSettings]:
-        """The settings that run now, if they are known."""
         return [self.now.policy] if self.now is not None and isinstance(self.now.policy, ChunkedSettings) else []
 
 
@@ -51,7 +50,6 @@ def engine_problem(
     """Return the problem of a request.
 
     Args:
-        current: the command that runs now, or None.
         default: the engine if neither the request, its profile nor the command names one.
 
     Raises:

@@ -52,10 +52,8 @@ class Search:
     """A search among an engine's settings.
 
     Args:
-        host: where engines are started.
         journal: file of the finished runs, or None.
         resume: whether to go on with the file's runs.
-        seed: seed of the requests and of the search.
 
     Raises:
         InputError: the journal is of another search, or the engine has no command for these settings.
@@ -112,7 +110,6 @@ class Search:
         return self.output(ended)
 
     def output(self, ended: str) -> TuneOutput:
-        """Return what the finished runs say."""
         standing = self.tuner.standing()
         return TuneOutput(
             runs=tuple(self.journal.runs),
@@ -213,7 +210,6 @@ class Search:
         return self.tuner.model.nearest(ChunkedSettings(token_budget=run.token_budget, max_batch=run.max_batch))
 
     def _check_starts(self) -> None:
-        """Raise an error if the first engines did not start."""
         runs = self.journal.runs
         if len(runs) >= MOST_FAILURES and all(run.start == "did not start" and not run.for_memory for run in runs):
             raise MachineError(f"the first {len(runs)} engines did not start; the last one: {runs[-1].reason}")
