@@ -200,7 +200,6 @@ def _with_current(
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:
-    """Return a note if a deployment's API servers handle fewer requests per second than its devices."""
     most = inf if num_servers is None else most_rate(current, num_servers)
     if most >= rate_of(current):
         return []

@@ -215,9 +215,7 @@ def _would_change(best: Plan, offer: Offer, gain: Gain | None, load: CarriedLoad
 
 
 def _measurement(best: Plan, chosen: Offer, path: str) -> Measurement | None:
-    """Return the measurement that replaces the widest assumption by a fact: the steps of this engine on these devices,
-    under this load.
-    """
+    """Return the measurement that replaces the widest assumption by a fact."""
     if best.profile.source == "measured":
         return None
     model = hub.id_of(best.checkpoint) or hub.id_of_shipped(best.model.name) or best.model.name

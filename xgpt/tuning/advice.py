@@ -69,7 +69,6 @@ def _why(action: Action, sure: float, least_gain: float) -> str:
 
 
 def _rival(draws: Array, now: int) -> int:
-    """Return the candidate whose expected gain over the present one is largest."""
     gains = np.maximum(draws - draws[:, [now]], 0.0).mean(axis=0)
     gains[now] = -1.0
     return int(gains.argmax())

@@ -147,7 +147,6 @@ def _of_benchmark(load: MeasuredLoad, constraint: Constraint) -> DrivenLoad:
 
 
 def _predicted(model: EngineModel, now: int, load: DrivenLoad) -> dict[str, float]:
-    """Return the figures that the uncorrected profile predicts for a load."""
     fit = model.unfitted
     plan = model.plan(now)
     trial = Trial(fit.of_plan(plan), fit.of_profile(model.problem.profile), least_requests=1000)

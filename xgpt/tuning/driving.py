@@ -167,7 +167,6 @@ def _measured(
 
 
 def _gap_s(result: ClientResult) -> float:
-    """Return the mean time between an answer's tokens."""
     tokens = max(result.num_tokens, len(result.token_s)) - 1
     return (result.token_s[-1] - result.token_s[0]) / tokens if tokens > 0 else 0.0
 

@@ -105,7 +105,6 @@ class Vllm:
 
 
 def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return a command's words without some flags and their values."""
     skipped = {at + offset for at, word in enumerate(words) if word in names for offset in (0, 1)}
     return [word for at, word in enumerate(words) if at not in skipped]
 
