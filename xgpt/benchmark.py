@@ -102,7 +102,6 @@ class Benched:
 
     Attributes:
         report: predicted and measured figures of a plan, or the figures that the client measured at an endpoint.
-        steps: the steps that the plan's engine executed.
         profile: the plan's profile, fitted to these steps, or None if not requested.
     """
 
@@ -483,7 +482,6 @@ def served(
 
     Args:
         replan: whether the server may switch to other plans.
-        options: further command-line options for `xgpt serve`.
     """
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))

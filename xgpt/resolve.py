@@ -1,4 +1,4 @@
-"""LogLoad models, clusters, engines and workloads, by the name of a shipped config or from the user's file."""
+"""Load models, clusters, engines and workloads, by the name of a shipped config or from the user's file."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ class ScrapedTraffic(NamedTuple):
 
     Attributes:
         seconds: time since the previous reading that a replica answered. 0 means that there was no such reading.
-        waiting: number of requests that wait now.
         ready: for each kind, how many replicas answered the latest reading. # [kinds]
     """
 

@@ -270,7 +270,6 @@ class StepLogWriter:
             self._end(error)
 
     def flush(self) -> None:
-        """Flush the steps written so far to the file."""
         if not self.num_lost:
             try:
                 self._file.flush()

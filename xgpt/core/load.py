@@ -69,7 +69,6 @@ class Growth(NamedTuple):
         return found.take(order)._replace(timestamp_s=times[order] - times[order[0]])
 
     def workload(self, workload: Workload) -> Workload:
-        """Return the lengths of a load that has grown."""
         if self.outputs == 1:
             return workload
         scaled = np.maximum(1, np.round(self.outputs * np.asarray(workload.output.lengths))).astype(int)

@@ -24,7 +24,6 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
     """Return the first mistake in a ValidationError as an InputError.
 
     Args:
-        type_: the expected type of `data`.
         field: name of `data` in messages, as a prefix of field names. "" means no prefix.
     """
     first = error.errors()[0]

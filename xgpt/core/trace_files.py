@@ -51,7 +51,6 @@ class TraceNames(Frozen):
 
 @cache
 def names() -> TraceNames:
-    """Return the names that tools give to columns, fields, units and metrics."""
     return parse(load_yaml(configs_dir() / "traces.yaml", "traces"), TraceNames, "traces")
 
 

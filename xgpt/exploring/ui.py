@@ -242,6 +242,7 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 def serve(port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the page on loopback until SIGTERM or SIGINT.
 
+    Args:
         on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:

@@ -165,7 +165,6 @@ def memory(
 
 
 def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: str, alt: str, caption: str) -> Chart:
-    """Draw a histogram of request lengths."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5, 2.4)
         axes.stairs(shares, edges, fill=True, color=COLOURS[0], alpha=0.75)
