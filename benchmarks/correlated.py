@@ -169,7 +169,6 @@ def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcom
 
 
 def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
-    """Return a table of WAA on a cluster from a datasheet."""
     (model, _), cluster = load_model("llama-3.1-8b"), load_cluster("a100x16")
     workload = Workload(name="trace", input=histogram_of(trace.input), output=histogram_of(trace.output))
     profile = analytic.profile(model, cluster, "bfloat16")
@@ -198,7 +197,6 @@ def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
 
 
 def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str]:
-    """Return a table of WAA on two devices of this machine, predicted and measured."""
     cluster = load_cluster("local:2")
     inputs, outputs = (np.maximum(1, np.rint(SCALE * lengths)).astype(int) for lengths in (trace.input, trace.output))
     small = trace._replace(input=inputs, output=outputs)

@@ -283,7 +283,6 @@ def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, l
 
 
 def processor() -> str:
-    """Return the processor's name, its relevant instruction sets, and the number of cores."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().split("\n") if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -74,7 +74,6 @@ def best(problem: Problem) -> Found | None:
 
 
 def only(problem: Problem, wanted: Callable[[LayerTimes], bool]) -> Problem:
-    """Return the problem with only the wanted groups of devices."""
     layers = tuple(layer for layer in problem.profile.layers if wanted(layer))
     return replace(problem, profile=problem.profile.model_copy(update={"layers": layers}))
 

@@ -92,7 +92,6 @@ async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
 async def under_load(
     server: Served, count: int, blows: list[tuple[int, int]]
 ) -> tuple[list[list[ClientResult]], list[float]]:
-    """Send the same requests in rounds until the last signal and at least `count` requests have been sent."""
     striking = asyncio.create_task(strike(server, blows))
     rounds: list[list[ClientResult]] = []
     while len(rounds) * ROUND < count or not striking.done():

@@ -109,7 +109,6 @@ def noise(rng: random.Random) -> Case:
 
 
 def limits(rng: random.Random) -> Case:
-    """Return a request slightly or far beyond the limits of a request."""
     context = SPEC.max_context
     body = COMPLETION | rng.choice(
         (
@@ -124,7 +123,6 @@ def limits(rng: random.Random) -> Case:
 
 
 def big_body(rng: random.Random) -> Case:
-    """Return a body of ten megabytes of text, token ids or nothing."""
     path, body = rng.choice(
         (
             ("/v1/completions", json.dumps(COMPLETION | {"prompt": "x" * 10_000_000}).encode()),
@@ -143,7 +141,6 @@ def half_closed(rng: random.Random) -> Case:
 
 
 def bad_http(rng: random.Random) -> Case:
-    """Return a request with a wrong method, path or header."""
     body = json.dumps(COMPLETION).encode()
     raw = rng.choice(
         (

@@ -135,7 +135,6 @@ def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str,
 
 
 def assembled(ptx: str, assembler: str) -> dict[str, int]:
-    """Return the registers of a thread, and the bytes of spills."""
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None, "every PTX file names its target"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -64,7 +64,6 @@ def stated(**asked: Any) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]], earlier: dict[str, dict[str, Any]]) -> str:
-    """Return the rows beside those of an earlier version, as Markdown."""
     lines = [
         "| case | version | plan | requests/s | at most more | found by | simulated | processor seconds |",
         "|---|---|---|---|---|---|---|---|",

@@ -99,7 +99,6 @@ def texts() -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(text: np.ndarray, steps: int) -> Path:
-    """Return the checkpoint of a trained model with two million parameters."""
     import transformers
 
     directory = cache_dir() / "quantisation" / str(steps)

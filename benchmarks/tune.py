@@ -82,7 +82,6 @@ class Machine:
         return self._rates[candidate]
 
     def measure(self, candidate: int) -> tuple[float, MeasuredTimes | None]:
-        """Return the measured highest rate, and the measured times at nearly this rate."""
         rate = self.rate(candidate) * float(np.exp(NOISE * self._rng.standard_normal()))
         if rate <= 0:
             return 0.0, None
@@ -105,7 +104,6 @@ class Machine:
 
 
 def _tilted(profile: Profile, rng: np.random.Generator) -> Profile:
-    """Return the profile with times that grow faster or more slowly with a step's tokens."""
     tilt = TILT * float(rng.standard_normal())
 
     def bent(curve: Any) -> Any:
@@ -141,8 +139,6 @@ def tuned(machine: Machine, model: EngineModel, seed: int) -> Outcome:
 
 
 def followed(order: Strategy) -> Callable[[Machine, EngineModel, int], Outcome]:
-    """Measure in an order, and recommend the highest measured rate."""
-
     def run(machine: Machine, model: EngineModel, seed: int) -> Outcome:
         best, true, rates = -1.0, 0.0, list[float]()
         for candidate in order(machine, model, seed):
@@ -208,7 +204,6 @@ def problem_of(rng: np.random.Generator) -> Problem:
 
 
 def run(number: int, seed: int) -> dict[str, Any] | None:
-    """Return the outcome of each strategy on one drawn problem, or None if no setting keeps its bounds."""
     rng = np.random.default_rng([seed, number])
     try:
         model = EngineModel(problem_of(rng))

@@ -130,7 +130,6 @@ def ip(*arguments: str) -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Create two hosts that reach only each other, and remove them at the end of the block."""
     with ExitStack() as stack:
         left = ip("netns", "list").split()
         for host in HOSTS:
@@ -445,7 +444,6 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
 
 
 def in_vllm(what: Plan, directory: Path) -> Plan:
-    """Return the plan for vLLM on two machines, with seeded random weights in a directory."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -38,8 +38,6 @@ TIE = 1e-3
 
 
 class Phase(NamedTuple):
-    """A number of requests with lengths from one workload."""
-
     workload: Workload
     num_requests: int
 
@@ -64,7 +62,6 @@ class Run:
     num_wrong: int = 0
 
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
-        """Return throughput and latency after `skip` ended requests."""
         q = plan.constraint.quantile
         return measure(
             self.log,

@@ -22,7 +22,6 @@ class Rates(NamedTuple):
 
 
 def measured_rates(dtypes: Iterable[RunDType], seconds: float = SECONDS) -> dict[RunDType, Rates]:
-    """Return this machine's rates with the available threads."""
     found = {}
     with torch.inference_mode():
         for dtype in dtypes:

@@ -18,7 +18,6 @@ def commit() -> str:
 
 
 def page(title: str, text: str, body: str) -> str:
-    """Return a page: its title, a description, the table, and the machine, date and commit with which it was made."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     caption = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
     return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{caption}, commit `{commit()}`, {date.today()}.\n"

@@ -159,7 +159,6 @@ class Served:
 
     @property
     def engine(self) -> int | None:
-        """Id of the process that runs the engine, or None if there is none."""
         for entry in _session(self.process.pid):
             with contextlib.suppress(OSError):
                 if b"xgpt.serving.engine_process" in (entry / "cmdline").read_bytes():

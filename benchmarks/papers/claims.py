@@ -30,8 +30,6 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A curve or a sweep, as a table below the claims."""
-
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

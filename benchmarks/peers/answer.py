@@ -12,8 +12,6 @@ from typing import TypedDict
 
 
 class Request(TypedDict):
-    """The input's token ids, and the number of output tokens."""
-
     prompt: list[int]
     num_output: int
 

@@ -183,7 +183,6 @@ CASES = (
 
 
 def orders(bench: Bench, seconds: float) -> list[Json]:
-    """Vary load, rows, variance and row length in turn."""
     table: list[Json] = []
     slack = (SLACK[0] * bench.batch_s, SLACK[1] * bench.batch_s)
     for case in CASES:

@@ -30,8 +30,6 @@ MEAN, SHORTEST, LONGEST = 20.0, 3, 100
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests in order of arrival, each with the length of its answer."""
-
     requests: tuple[Request, ...]
     output_lengths: Mapping[int, int]
 
@@ -137,8 +135,6 @@ Job = tuple[list[Request], Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The rows of a batch, their length, and the machine that runs them."""
-
     machine: Machine
     output_lengths: Mapping[int, int]
     num_rows: int

@@ -25,7 +25,6 @@ LONGEST = 1024
 
 
 def rows(path: Path, most: int | None) -> Iterator[Row]:
-    """Yield a row for each load."""
     seen: Counter[tuple[str, ...]] = Counter()
     raws = read(path)
     is_given = {}

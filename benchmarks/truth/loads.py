@@ -85,7 +85,6 @@ class Served:
 
     @property
     def lane(self) -> LaneSettings:
-        """Return the settings of the scheduling rule."""
         rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
         return as_run_by(self.spec, rule)
 
@@ -105,8 +104,6 @@ class Served:
 
 
 class Made(NamedTuple):
-    """The arguments from which a profile is computed."""
-
     model: str
     stored: Stored | None
     skew: float

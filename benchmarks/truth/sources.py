@@ -57,7 +57,6 @@ class Row:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """The load, engine and family by which rows are counted."""
         if self.cell is None:
             return self.source, "", ""
         load = self.cell.load if self.cell.profile == "imported" else f"{self.cell.load}, datasheet"
