@@ -54,7 +54,6 @@ class Fitting:
 
     Args:
         least: names of the columns that may be left out, in this order.
-        below: lines of text, each under the table.
     """
 
     def __init__(

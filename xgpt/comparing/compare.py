@@ -52,7 +52,6 @@ class Compared:
         planned: the plans of `xgpt plan` for the same request.
         current: a plan with the current deployment's settings and predicted figures, or None if no deployment was
             given.
-        notes: assumptions about the current deployment.
         ranges: for each policy, the lowest and the highest gain per device over the current deployment under all
             assumptions.
         measured: for each policy, the figures of its plan that were measured on this machine.

@@ -29,7 +29,6 @@ class CurrentEngine:
         shortens: whether the engine lowers `max_model_len` to what fits into K/V memory.
         dtype: data type in which the engine runs. None means the data type in the model's config.
         kv_dtype: data type of K/V. None means `dtype`.
-        notes: assumptions about the deployment, as text.
         framework: name of the engine, as in configs/engines.
         version: the engine's version, from the image's tag, or None if not known.
         cuts_prompts: whether a step may prefill a chunk of a prompt.
@@ -38,7 +37,6 @@ class CurrentEngine:
         kept: options of the command that a plan's command repeats.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
-        api_servers: number of API servers, or None if not known.
     """
 
     tp_degree: int

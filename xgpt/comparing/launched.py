@@ -66,7 +66,6 @@ class Launched:
         words: the arguments after the program's name.
         image: the container's image, or "".
         devices: number of devices that the manifest requests, or None if the manifest does not state it.
-        environment: environment variables that the command or the manifest sets.
     """
 
     engine: Engine

@@ -36,7 +36,6 @@ class TimelineFigure(NamedTuple):
 
     Attributes:
         rows: names of the stages, one for each row.
-        bars: steps of the stages.
         decoding: for each step with decodes in the first stage: (its start in seconds from the left edge, requests in
             decode).
     """

@@ -124,9 +124,7 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line that states how much prompts in a step must slow its decodes until another policy is better. Return
-    nothing if this is not known.
-    """
+    """Return a line that states how much prompts in a step must slow its decodes until another policy is better."""
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []
@@ -292,9 +290,7 @@ def reuse_in_words(plan: Plan) -> list[str]:
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """Return a line on how the correlation between a trace's input and output lengths changes the estimate, or nothing
-    if not known.
-    """
+    """Return a line on how the correlation between a trace's input and output lengths changes the estimate."""
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []

@@ -220,7 +220,6 @@ RATES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2)
 
 
 def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
-    """Draw the bounded times over the arrival rate, each as a share of its bound."""
     trial, most = Trial(plan, profile), rate_of(plan)
     points: dict[str, list[tuple[float, float]]] = {bound.name: [] for bound in told.bounds}
     for share in RATES:

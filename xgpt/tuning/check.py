@@ -63,7 +63,6 @@ def check(
     """Measure a server, or read what a benchmark measured, and return whether to keep the server's settings.
 
     Args:
-        asked: the problem, with the settings that run now.
         target: the server's URL, or loads that a benchmark measured at arrival rates.
         rate_per_s: the users' own rate. None means that at which the bounds are predicted to be kept.
         may_send: called before anything is sent. Nothing is sent if it returns False.

@@ -49,7 +49,6 @@ class Goals(NamedTuple):
         return 1 - self.constraint.quantile
 
     def is_kept(self, result: ClientResult) -> bool:
-        """Return whether an answer kept all bounds."""
         if result.error is not None or not result.token_s:
             return False
         times = self.constraint.latency_bound_s, self.constraint.ttft_s, self.constraint.tpot_s
@@ -183,7 +182,6 @@ def highest_rate(send: Callable[[float], DrivenLoad], expected_per_s: float, unt
     """Find the highest rate at which the bounds are kept, beginning at the expected one.
 
     Args:
-        send: sends a load at a rate.
         until_s: time on the monotonic clock after which no further load begins.
     """
     low, high, loads = 0.0, float("inf"), list[DrivenLoad]()

@@ -33,11 +33,7 @@ MEMORY = re.compile(
 
 
 class DidNotStart(MachineError):
-    """An engine that ended before it was ready.
-
-    Attributes:
-        for_memory: whether it lacked memory.
-    """
+    """An engine that ended before it was ready."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine did not start: {cut(' '.join(reason.split()))}")

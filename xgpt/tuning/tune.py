@@ -51,10 +51,6 @@ class Told:
 class Search:
     """A search among an engine's settings.
 
-    Args:
-        journal: file of the finished runs, or None.
-        resume: whether to go on with the file's runs.
-
     Raises:
         InputError: the journal is of another search, or the engine has no command for these settings.
         InfeasibleError: the model does not fit.
