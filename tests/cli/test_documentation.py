@@ -53,6 +53,7 @@ NOT_RUN = {
 NO_CODE = {
     "docs/architecture.md": "drawings of the data's way",
     "docs/results/memory.md": "a formula",
+    "Change to Qwen3-32B": "what the command above it prints",
     "X-Class: interactive\n": "a header: tests/load/test_fuzz.py",
 }
 """Blocks that are neither commands nor data, by page or by text."""
