@@ -169,7 +169,7 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     if best.cost_per_million_tokens is not None:
         shown.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
     if found.limit_per_s is not None:
-        shown.append(("requests/s, proven upper bound", f"{found.limit_per_s:.3g}"))
+        shown.append(("requests/s, proven upper bound with these step times", f"{found.limit_per_s:.3g}"))
     return [{"label": label, "value": value} for label, value in shown]
 
 
