@@ -36,7 +36,6 @@ BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in blocks(p
 NOT_RUN = {
     r"make (demo|test|lint)": "minutes: the demo, and the tests themselves",
     r"pip |docker |kubectl |xgpt export fleet.json .* && kubectl": "needs a package index, images or a cluster",
-    r"python -m benchmarks\.": "minutes to hours; `test_benchmarks_accept_the_options` checks its options",
     r"export RAY_|ray start|xgpt serve plan.json --ray": "needs Ray: tests/numerics/test_on_ray.py",
     r"xgpt serve .*--nnodes": "needs two machines: tests/unit/xgpt/test_several_machines.py",
     r"export XGPT_VLLM_PYTHON|xgpt \w+ .*(--engine vllm -o|vllm\.json)": "needs vLLM: tests/vllm",
@@ -53,7 +52,6 @@ NOT_RUN = {
 NO_CODE = {
     "docs/architecture.md": "drawings of the data's way",
     "docs/results/memory.md": "a formula",
-    "Change to Qwen3-32B": "what the command above it prints",
     "X-Class: interactive\n": "a header: tests/load/test_fuzz.py",
 }
 """Blocks that are neither commands nor data, by page or by text."""

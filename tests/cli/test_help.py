@@ -24,7 +24,7 @@ def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "3", "--cluster")
     assert "did you mean h200x1 or h200x32 or h200x8? Otherwise give a path or one of" in xgpt.fails(2, *asked, "H200")
     assert "These commands have it: `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
-    assert "The commands are plan, serve, export, " in xgpt.fails(2, "zzz")
+    assert "The commands are plan, check, serve, export, " in xgpt.fails(2, "zzz")
 
 
 def test_the_first_page_has_four_verbs_and_the_rest_by_group(xgpt: Xgpt) -> None:

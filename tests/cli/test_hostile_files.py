@@ -40,7 +40,9 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
     """Brackets were taken for markup, and ended in an internal error; an escape sequence reached the terminal."""
     name = "[red]x[/nothing] \x1b[31m :smile:"
     text = f"name: {json.dumps(name)}\nsource: here\n" + LENGTHS.format(100)
-    result = CliRunner().invoke(cli, workload(tmp_path, text))
+    asked = [*workload(tmp_path, text), "--policy", "orca"]
+    assert "\x1b" not in CliRunner().invoke(cli, asked).output
+    result = CliRunner().invoke(cli, [*asked, "--explain"])  # only the explanation names the workload
     assert result.exit_code == 0, result.exception
     assert "\x1b" not in result.output
     assert "[red]x[/nothing] \\x1b[31m :smile:" in result.output

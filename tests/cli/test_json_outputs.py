@@ -18,7 +18,7 @@ from xgpt.core.io import dump_json
 
 BOUND = ("--latency-bound", "20")
 CURRENT = "vllm serve m --max-num-seqs 64"
-WITHOUT = {"serve", "report", "export", "ui", "completion", "autoscale"}
+WITHOUT = {"serve", "report", "export", "ui", "completion", "autoscale", "watch"}
 """Commands that have no --json."""
 
 

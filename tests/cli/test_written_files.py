@@ -25,6 +25,7 @@ NEEDED = {
     "compare": ("--latency-bound", "8", "--current", "vllm serve m"),
     "serve": ("plan.json", "--dry-run"),
     "bench": ("plan.json",),
+    "tune": ("--current", "vllm serve m", "--ttft", "1"),
     "calibrate": ("plan.json", "result.json"),
     "replan": ("plan.json", "--lengths", "day.csv"),
     "report": ("plan.json",),

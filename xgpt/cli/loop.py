@@ -11,7 +11,7 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.options import output_file, write
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, printable
 from xgpt.core.io import dump_json
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.recommendation import Offer, Ranged, Recommendation
@@ -35,7 +35,7 @@ BOUNDS = {"ttft_quantile_s": "ttft_s", "tpot_quantile_s": "tpot_s", "whole_quant
 
 def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
     def may_send(sending: LoadToSend) -> bool:
-        click.echo(sending.text, err=True)
+        click.echo(printable(sending.text), err=True)
         if yes or not (sending.serving or 0):
             return True
         says = f"the server has {sending.serving:.0f} requests of others now, which this load slows; send it"
@@ -78,14 +78,14 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
     def start(command: str, rate_per_s: float) -> None:
         nonlocal count
         count += 1
-        click.echo(f"{count}. about {rate_per_s:.3g} requests/s expected: {command}", err=True)
+        click.echo(printable(f"{count}. about {rate_per_s:.3g} requests/s expected: {command}"), err=True)
 
     def end(run: TuneRun, standing: Standing) -> None:
         sure = "" if standing.best is None else f"; best {standing.value:.3g}, {100 * standing.sure:.0f}% sure"
-        click.echo(f"   {_result(run)}, {run.seconds:.0f} s{sure}", err=True)
+        click.echo(printable(f"   {_result(run)}, {run.seconds:.0f} s{sure}"), err=True)
 
     def ask(command: str) -> str:
-        click.echo(command, err=True)
+        click.echo(printable(command), err=True)
         return str(
             click.prompt("URL once it runs (empty: it does not start)", default="", show_default=False, err=True)
         )
@@ -122,9 +122,9 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
 def watch(plan_path: str, **_: Any) -> None:
     def tell(alarm: WatchAlarm) -> None:
         more = "" if alarm.gain is None else f" ({100 * alarm.gain:+.0f}% requests/s)"
-        click.echo(alarm.text + (f"; {alarm.action}{more}" if alarm.action else ""))
+        click.echo(printable(alarm.text + (f"; {alarm.action}{more}" if alarm.action else "")))
         if alarm.command:
-            click.echo(f"command: {alarm.command}")
+            click.echo(printable(f"command: {alarm.command}"))
 
     stop = Event()
     with stops_on_signal(stop):

@@ -17,8 +17,7 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
-from xgpt.reporting.fleet import IN_EACH
-from xgpt.reporting.plan_text import bounds_in_words, settings_text
+from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 from xscheduler.expression import maximised
 
 if TYPE_CHECKING:

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
 from xgpt.pages import charts, render
-from xgpt.reporting.plan_text import bounds_in_words, settings_text
+from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 
 if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
-
-
-IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
-"""What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
 
 
 def fleet_report(fleet: FleetPlan) -> str:

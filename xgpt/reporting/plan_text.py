@@ -21,6 +21,8 @@ TIMED_WORDS = {
     "tokenise_s": "the time to tokenise prompts",
 }
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
+IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
+"""What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
 
 
 def settings_text(plan: Plan) -> str:
