@@ -20,7 +20,6 @@ from xgpt.core.schema.constraint import Objective, Sla
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_model
-from xscheduler.objectives.arrivals import COARSE
 from xscheduler.objectives.base import TOGETHER
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import with_capacity
@@ -219,11 +218,12 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
     assert (trial.num_requests, trial.num_warm_up) == (found.num_requests, found.warm_up_requests)
     assert by_request.at(found.rate_per_s, slack) is not None, "the stated rate breaks the bound"
     # Beyond saturation the queue grows, and a bound is kept only until the run ends.
-    most, above = min(plan.estimate.throughput_rps, trial.saturated()), (1 + COARSE) * found.rate_per_s * (1 + ROUNDING)
+    coarse = TOLERANCES.rate_of_others
+    most, above = min(plan.estimate.throughput_rps, trial.saturated()), (1 + coarse) * found.rate_per_s * (1 + ROUNDING)
     assert found.rate_per_s < most, "the stated rate exceeds saturation"
     if above < most and by_request.at(above, slack) is not None:
         # A little more load can make better batches: the bound is broken at some rate between, not at all above.
-        between = found.rate_per_s * (1 + COARSE * np.linspace(1, 0, 24, endpoint=False))
+        between = found.rate_per_s * (1 + coarse * np.linspace(1, 0, 24, endpoint=False))
         assert any(trial.at(rate, slack) is None for rate in between), "a higher rate keeps it, too"
 
 

@@ -138,7 +138,7 @@ def test_what_independent_lengths_cost_is_told(tmp_path: Path, capsys: pytest.Ca
     path.write_text("input,output\n" + "".join(f"{n},{n // 4}\n" for n in lengths))
     arguments = ["plan", "--latency-bound", "inf", "--model", "opt-13b", "--cluster", "a40x4", "--policy", "orca"]
     with pytest.raises(SystemExit) as end:
-        main([*arguments, "--workload", str(path), "-o", str(plan)])
+        main([*arguments, "--workload", str(path), "-o", str(plan), "--explain"])
     assert end.value.code == 0
     assert "input and output lengths have a correlation of +1.00" in capsys.readouterr().out
     joint = json.loads(plan.read_text())["estimate"]["joint_lengths"]

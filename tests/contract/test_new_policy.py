@@ -23,7 +23,7 @@ from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.policies.lane_settings import RULES
 from xgpt.core.policies.request import Chunk, MicroBatch
 from xgpt.core.policies.rule import RULE_TYPES, OneLaneRule, rest_of_prompt
-from xgpt.core.schema import Plan, PolicySettings, Variable
+from xgpt.core.schema import Plan, PlanDraft, PolicySettings, Variable
 from xgpt.core.schema.policy import SingleLane
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
@@ -118,6 +118,10 @@ def _inside(lengths: Lengths) -> Array:
     return np.asarray([at_once + steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])
 
 
+class WatermarkDraft(PlanDraft):
+    policy: PolicySettings | WatermarkSettings  # type: ignore[assignment]
+
+
 class WatermarkPlan(Plan):
     policy: PolicySettings | WatermarkSettings  # type: ignore[assignment]
 
@@ -128,7 +132,9 @@ def added() -> Iterator[None]:
         patch.setitem(RULES, "watermark", watermark)
         patch.setitem(RULE_TYPES, WatermarkLane, WatermarkRule)
         patch.setitem(FORECASTS, "watermark", Watermark())
-        patch.setattr("xscheduler.plan_builder.Plan", WatermarkPlan)  # stands for the line in the schema's union
+        patch.setattr("xscheduler.plan_builder.PlanDraft", WatermarkDraft)  # stand for the line in the schema's union
+        patch.setattr("xgpt.core.schema.plan.PlanDraft", WatermarkDraft)
+        patch.setattr("xgpt.core.schema.plan.Plan", WatermarkPlan)
         yield
 
 

@@ -248,7 +248,7 @@ def _repaired(
     raise InfeasibleError(
         f"attain: only {100 * worst:.2f}% of the requests keep the bounds in the worst interval of the day, even with "
         f"{(needs / np.maximum(model.intervals.peaks, 1e-9)).max():.2g} times the replicas that its load needs; ask "
-        "for less, give other intervals, or --slo-window day for the share of the whole day",
+        "for less, give other intervals, or `slo_window=day` for the share of the whole day",
         binding="quantile",
     )
 

@@ -177,7 +177,7 @@ def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
     outputs = Histogram(lengths=(1, 30), probabilities=(0.7, 0.3))
     workload = asked.workload.model_copy(update={"output": outputs})
     constraint = Constraint(sla="request", quantile=0.9)
-    plan = next(iter(found_each(replace(asked, workload=workload).under(constraint), "waa").values()))
+    plan = found_each(replace(asked, workload=workload).under(constraint), "waa").popitem()[1].plan
     measured, _ = simulate(plan, asked.profile, workload, 1500, np.random.default_rng(1))
     low, high = np.quantile(measured.latencies_s, [0.86, 0.94])
     assert 0.97 * low <= plan.estimate.latency_s <= 1.03 * high
