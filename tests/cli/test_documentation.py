@@ -85,7 +85,11 @@ def _reason(command: str) -> str | None:
 
 
 def _is_data(block: Block) -> bool:
-    return _reader(block) is not None or any(key in (block.page, block.text) for key in NO_CODE)
+    return (
+        block.language == "text"
+        or _reader(block) is not None
+        or any(key in (block.page, block.text) for key in NO_CODE)
+    )
 
 
 def _reader(block: Block) -> Callable[[Path], object] | None:
@@ -137,7 +141,7 @@ class Directory:
         if path.exists():
             return
         if name == "plan.json":
-            local = re.match(r"xgpt (serve|bench)", command) or "http" in command
+            local = re.match(r"xgpt (serve|bench)", command) or "http" in command or "--rule" in command
             engine = " --engine xgpt-vllm" if "--to k8s" in command else ""
             made = self.run("xgpt plan --latency-bound 9.8" if local else GPU_PLAN + engine)
             assert made.returncode == 0, made.stderr
@@ -182,7 +186,11 @@ def directory(tmp_path: Path, cache: Path) -> Directory:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
+    environment = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+        "XDG_CACHE_HOME": str(cache),
+    }
     return Directory(tmp_path, environment, port)
 
 
@@ -273,9 +281,7 @@ def test_the_gallery_says_what_its_commands_find() -> None:
 @pytest.mark.timeout(300)
 def test_the_readme_says_what_its_comparison_finds(directory: Directory) -> None:
     block = next(block for block in BLOCKS if block.page == "README.md" and "xgpt compare" in block.text)
-    ran = directory.run(f"{block.commands[0]} --json")
+    shown = next(block for block in BLOCKS if block.page == "README.md" and block.language == "text")
+    ran = directory.run(block.commands[0])
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    rates = [plan["estimate"]["capacity"]["rate_per_s"] for plan in [found["current"], *found["plans"].values()]]
-    table = re.findall(r"^\| (?:vLLM|WAA).* \| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(table) == 3 and set(table) <= {f"{rate:.1f}" for rate in rates}
+    assert shown.text in ran.stdout

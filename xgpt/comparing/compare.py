@@ -60,7 +60,6 @@ class Compared:
     """
 
     planned: Planned
-    recommendation: Recommendation
     current: Plan | None = None
     notes: tuple[str, ...] = ()
     measured: dict[str, BenchReport] = field(default_factory=dict)
@@ -76,6 +75,10 @@ class Compared:
     @property
     def best(self) -> Plan:
         return self.planned.best
+
+    @property
+    def recommendation(self) -> Recommendation:
+        return self.planned.recommendation
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
@@ -123,8 +126,7 @@ def compare(
     if variables and current is None:
         raise InputError("variables", ", ".join(variables), "they need `current`")
     if current is None:
-        planned = solve(request, progress)
-        found = Compared(planned, planned.recommendation)
+        found = Compared(solve(request, progress))
     else:
         found = _with_current(request, current, variables, cluster, progress)
     if measured is not None:
@@ -195,7 +197,7 @@ def _with_current(
         kept=kept,
     )
     late = () if load is None else tuple(why_late(scored, planned.best, as_run, problem, load))
-    return Compared(planned.told(judged), judged, scored, notes, ranges=gains, answer=late, kept=kept)
+    return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:

@@ -71,7 +71,7 @@ def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
     assert " times, " in parts[-1]["gain"] and "requests/s" in parts[-1]["gain"]
     from xgpt import plan
 
-    mine = plan(**ONE)
+    mine = plan(**ONE, engine="vllm")  # the engine that the current deployment runs in
     assert json.loads(settled["plan"])["policy"] == mine.policy.model_dump(mode="json")
 
 
