@@ -283,7 +283,8 @@ def test_where_the_bound_is_all_requests_the_running_plan_is_simulated(kind: str
     measured, _ = simulate(plan, PROFILE, lengths, 12000, np.random.default_rng(1))
     by_length = judge(plan, PROFILE, lengths, 9999).running
     assert running.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
-    assert running.latency_s > by_length.latency_s
+    closed_form_off, off = (abs(each.latency_s - measured.request_latency_s) for each in (by_length, running))
+    assert off < closed_form_off
     assert running.throughput_rps == by_length.throughput_rps
 
 
