@@ -99,7 +99,7 @@ HTTP_SHAPES: dict[str, tuple[bytes, list[list[int]]]] = {
     "pipelined": (request(GOOD) * 50, [[200] * 51]),
     "a thousand headers": (raw(GET, "a: b\r\n" * 1000), [[200, 200]]),
     "a header flood": (raw(GET, "a: b\r\n" * 100_000), [[400]]),
-    "a compressed body": (request(b"\x1f\x8b\x08\0\0", extra="Content-Encoding: gzip\r\n"), [[400, 200]]),
+    "a compressed body": (request(b"\x1f\x8b\x08\0\0", extra="Content-Encoding: gzip\r\n"), [[415, 200]]),
     "cookies and lists": (raw(GET, "Cookie: " + "a=b; " * 2000 + "\r\n"), [[200, 200]]),
 }
 

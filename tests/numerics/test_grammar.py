@@ -56,7 +56,7 @@ def target(
 
 
 def chat(target: Target, **fields: Any) -> dict[str, Any]:
-    body = {"model": target.model, "messages": CHAT, "max_tokens": 120, "temperature": 1.0, **fields}
+    body = {"model": target.model, "messages": CHAT, "max_tokens": 400, "temperature": 1.0, **fields}
     status, answer = target.ask("POST", "/v1/chat/completions", body)
     assert status == 200, answer
     choice: dict[str, Any] = json.loads(answer)["choices"][0]
@@ -108,7 +108,7 @@ def test_openais_client_takes_calls_and_their_results(target: Target) -> None:
             "model": target.model,
             "tools": TOOLS,
             "tool_choice": "required",
-            "max_tokens": 120,
+            "max_tokens": 400,
         }
         called = client.chat.completions.create(messages=CHAT, **arguments).choices[0].message  # type: ignore[arg-type]
         assert called.tool_calls
