@@ -169,7 +169,7 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
 def _unsupported(problem: Problem) -> tuple[str, ...]:
     if not (names := problem.model.unsupported):
         return ()
-    return (f"config.json of {problem.model.name}: taken to change no size: {', '.join(names)}",)
+    return (f"config.json of {problem.model.name}: taken to change no size: {'; '.join(names)}",)
 
 
 def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) -> tuple[str, ...]:

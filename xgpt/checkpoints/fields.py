@@ -66,7 +66,7 @@ SIZE = re.compile(
 
 
 def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields of a config.json that are not known, or whose values are not.
+    """Return the fields of a config.json that are not known, or whose values are not, each as "field: value".
 
     Raises:
         InputError: such a field is named like a size, or contradicts another one. The message names the field.
@@ -96,7 +96,7 @@ def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...
             accepted = f"xgpt does not know this field of {family}; remove it if it has no effect on the model"
         if SIZE.search(name):
             raise InputError(f"config.json: {name}", value, accepted)
-        found.append(name)
+        found.append(f"{name}: {value!r}")
     return tuple(sorted(found))
 
 

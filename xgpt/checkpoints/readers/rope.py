@@ -49,11 +49,11 @@ def rope(
     if not isinstance(found, dict):
         raise InputError(f"config.json: {name}", found, OBJECT)
     kind = _kind(found, kinds)
-    unsupported = [] if kind else [name]
+    unsupported = [] if kind else [f"{name}: {found!r}"]
     partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
     share = next((value for value in partial if value is not None), 1.0)
     if share != 1.0 and head_dim is None:
-        unsupported.append("partial_rotary_factor")
+        unsupported.append(f"partial_rotary_factor: {share!r}")
     base = found.get("rope_theta", config.get("rope_theta"))
     fields: dict[str, Any] = {"rope_theta": theta if base is None else base}
     if share != 1.0 and head_dim is not None:

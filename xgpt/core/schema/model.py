@@ -211,8 +211,8 @@ class ModelSpec(ModelShape):
     default_dtype: DType = "float16"
     """Data type that plans use by default."""
     unsupported: tuple[str, ...] = Field(default=(), exclude_if=lambda names: not names)
-    """Fields of config.json that xgpt does not know or whose values its own engine does not support. Plans for other
-    engines assume that they change no size.
+    """Fields of config.json, each as "field: value", that xgpt does not know or whose values its own engine does not
+    support. Plans for other engines assume that they change no size.
     """
     tower_params: NonNegativeInt = 0
     """Number of weights of encoders for images and sound. Other engines load them with the language model."""

@@ -38,8 +38,9 @@ def test_unknown_settings_are_named_and_unknown_sizes_refused(tmp_path: Path) ->
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"scale_embeddings": True, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
     spec = read_config(path)
-    assert (spec.unsupported, spec.max_context) == (("scale_embeddings", "rope_scaling"), 4096)
-    with pytest.raises(InputError, match=r"scale_embeddings, rope_scaling.*own engine"):
+    scaling = "rope_scaling: {'type': 'dynamic', 'factor': 2.0}"
+    assert (spec.unsupported, spec.max_context) == (("scale_embeddings: True", scaling), 4096)
+    with pytest.raises(InputError, match=r"scale_embeddings: True; rope_scaling: .*own engine"):
         family_of(spec)
     plan = xgpt.plan(
         model=str(path),
@@ -50,6 +51,6 @@ def test_unknown_settings_are_named_and_unknown_sizes_refused(tmp_path: Path) ->
         policy="chunked",
     )
     (said,) = [line for line in plan.estimate.warnings if "scale_embeddings" in line]
-    assert said.endswith("taken to change no size: scale_embeddings, rope_scaling")
+    assert said.endswith(f"taken to change no size: scale_embeddings: True; {scaling}")
     with pytest.raises(InputError, match=r"config\.json: num_register_heads: 4"):
         spec_of(LLAMA | {"num_register_heads": 4}, "m")
