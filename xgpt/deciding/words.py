@@ -44,7 +44,9 @@ def _promise(found: Recommendation) -> Iterator[str]:
     if (load := best.at_load) is not None:
         most = best.rate_per_s.value
         more = f" It takes {ceil(load.rate_per_s / most)} such deployments." if 0 < most < load.rate_per_s else ""
-        yield f"Your load: {load_in_words(load)}.{more}"
+        wanted = min((bound.quantile for bound in found.bounds), default=0.0)
+        holds = load.share_kept is None or load.share_kept >= wanted
+        yield f"{'Your load' if holds else 'Too little for your load'}: {load_in_words(load)}.{more}"
     if found.gain is not None:
         yield f"{gain_in_words(found)}."
     if found.unverified:
@@ -70,7 +72,8 @@ def _reasons(found: Recommendation) -> Iterator[str]:
         yield f"Devices that hold it: {'; '.join(each)}."
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
-        yield f"{gap}: with these step times no schedule searched exceeds {found.limit_per_s:.3g}."
+        where = f" on {found.best.num_devices} devices" if found.best.num_devices > 1 else ""
+        yield f"{gap}{where}: with these step times no schedule searched exceeds {found.limit_per_s:.3g}."
     if found.with_more_work is not None:
         yield f"With more work: {_in_short(found.with_more_work)}."
     if found.runner_up is not None:

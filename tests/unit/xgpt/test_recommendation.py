@@ -28,3 +28,13 @@ def test_a_recommendation_prints_it() -> None:
         model="opt-13b", cluster="a40x4", latency_bound_s=20, objective="saturated", policy="waa"
     ).recommendation
     assert "Not verified by measurements: prefill and decode on separate devices." in " ".join(lines(found, 1000))
+
+
+def test_a_replay_that_breaks_the_bounds_is_no_load_that_holds() -> None:
+    found = xgpt.solve(model="llama-3.1-8b", cluster="h100x1", latency_bound_s=20, arrival_rate_per_s=2).recommendation
+    load = found.best.at_load
+    assert load is not None
+    for share, start in ((0.995, "Your load: 2/s"), (0.98, "Too little for your load: 2/s")):
+        at_load = load.but(share_kept=share, worst_share_kept=0.9, worst_window="12 h to 12.2 h")
+        text = lines(found.but(best=found.best.but(at_load=at_load)), 1000)
+        assert any(line.startswith(start) for line in text), text
