@@ -24,6 +24,8 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0
 """A request has failed if the server sends nothing for this long. A server of xgpt answers 504 after this time."""
 READ_BYTES = 1 << 16
+MOST_BYTES = 1 << 26
+"""A larger answer is refused."""
 
 Failure = (OSError, h11.ProtocolError)
 """Errors of a request: no answer in time, an answer that is not HTTP, or a broken connection."""
@@ -145,11 +147,14 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """Return the rest of the response's body. Errors are as in `ask`."""
-        pieces = []
+        """Return the rest of the response's body, at most `MOST_BYTES`. Errors are as in `ask`."""
+        body = bytearray()
         while (piece := await self.read()) is not None:
-            pieces.append(piece)
-        return b"".join(pieces)
+            body += piece
+            if len(body) > MOST_BYTES:
+                self.close()
+                raise h11.RemoteProtocolError(f"its answer has over {MOST_BYTES >> 20} MiB")
+        return bytes(body)
 
     def close(self) -> None:
         if self._writer is not None:

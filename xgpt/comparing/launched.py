@@ -18,6 +18,7 @@ from xgpt.comparing.current import CurrentEngine
 from xgpt.comparing.other_engines import read_sglang, read_tensorrt_llm
 from xgpt.comparing.vllm_command import read_vllm
 from xgpt.core.errors import InputError
+from xgpt.core.io import NO_DOCUMENT, read_text
 from xgpt.core.schema import ClusterSpec
 
 Engine = Literal["vllm", "sglang", "tensorrt-llm"]
@@ -93,16 +94,16 @@ def find_engine(text: str, variables: Mapping[str, str] = NONE_SET) -> Launched:
     """
     text = text.strip()
     if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            raise InputError("current", text, "it cannot be read as text") from None
+        text = read_text(Path(text), "current")
     elif " " not in text and Path(text).suffix in (".yaml", ".yml", ".json"):
         raise InputError("current", text, "there is no such file")
     text = _with_values(text, variables)
     documents = _documents(text)
     if documents:
-        return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
+        try:
+            return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
+        except RecursionError:
+            raise InputError("current", shorten(text), "its YAML contains itself: write it without aliases") from None
     return _one(list(in_shell(text)), shorten(text))
 
 
@@ -131,7 +132,7 @@ def _documents(text: str) -> list[Any]:
         return []
     try:
         return [each for each in yaml.safe_load_all(text) if isinstance(each, dict)]
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, *NO_DOCUMENT):
         return []
 
 

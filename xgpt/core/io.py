@@ -111,9 +111,24 @@ def load_cluster_yaml(path: Path) -> Any:
     return data
 
 
-def _read_text(path: Path, field: str) -> str:
+MOST_BYTES = 1 << 28
+"""A file of settings that is larger is refused."""
+NO_DOCUMENT = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+"""What PyYAML raises for values that are none of their tag, besides its own errors."""
+
+
+def read_text(path: Path, field: str) -> str:
+    """Return the text of a file of settings.
+
+    Raises:
+        InputError: the file is missing, unreadable, no text, or too large.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise InputError(field, str(path), f"it has over {MOST_BYTES >> 20} MiB; give another file")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         raise InputError(field, str(path), "there is no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -122,12 +137,16 @@ def _read_text(path: Path, field: str) -> str:
 
 def load_yaml(path: Path, field: str) -> Any:
     try:
-        document = yaml.safe_load(_read_text(path, field))
+        document = yaml.safe_load(read_text(path, field))
     except yaml.YAMLError as error:
         summary = " ".join(str(error).split())
         raise InputError(field, str(path), f"it is not YAML: {summary}; correct the file") from None
     except RecursionError:
         raise InputError(field, str(path), "its YAML nests too deeply; give a flat file") from None
+    except NO_DOCUMENT as error:
+        raise InputError(
+            field, str(path), f"it is not YAML: {' '.join(str(error).split())[:100]}; correct the file"
+        ) from None
     if document is None:
         raise InputError(field, str(path), "it is empty; give a file with content")
     return document
@@ -156,7 +175,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         return value
 
     try:
-        data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
+        data = json.loads(read_text(path, field), parse_int=number, parse_float=number)
     except (ValueError, RecursionError) as error:  # also numbers with too many digits, and nesting that is too deep
         says = (
             "it is empty"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -158,10 +159,16 @@ def read_page(url: str) -> Page | None:
     """Read the metrics of the server at `url`, or return None if it has none that are known."""
     key = own_api_key()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    until_s, body = time.monotonic() + TIMEOUT_S, bytearray()
     try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, headers=headers, verify=tls_context()
-        )
+        with (
+            httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers, verify=tls_context()) as client,
+            client.stream("GET", f"{url.rstrip('/')}/metrics") as answer,
+        ):
+            for piece in answer.iter_bytes():
+                body += piece
+                if len(body) > MOST_BYTES or time.monotonic() > until_s:
+                    return None
+            return parse_page(body.decode("utf-8", "replace")) if answer.is_success else None
     except httpx.HTTPError:
         return None
-    return parse_page(answer.text) if answer.is_success and len(answer.content) <= MOST_BYTES else None

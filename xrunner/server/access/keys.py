@@ -6,12 +6,14 @@ import hashlib
 import logging
 import math
 import re
+import stat
 from base64 import b64decode
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xgpt.core.errors import InputError, nearest, reason_of
+from xgpt.core.io import read_text
 from xgpt.core.numbers import decimal
 from xgpt.core.schema import ANYONE, Account, Plan
 from xrunner.server.api.errors import ApiError
@@ -130,11 +132,13 @@ def _digest(key: bytes) -> bytes:
 
 def _read(path: Path, classes: Collection[str]) -> dict[bytes, Key]:
     try:
-        if (mode := path.stat().st_mode) & 0o026:
+        if not stat.S_ISREG(mode := path.stat().st_mode):
+            raise InputError(FIELD, str(path), "it is no regular file; give a file of keys")
+        if mode & 0o026:
             others = "change" if mode & 0o022 else "read"
             says = f"other users of this machine can {others} the API keys: chmod 600 {path}"
             logger.warning(says)
-        return _parse(path.read_text(encoding="utf-8"), str(path), classes)
+        return _parse(read_text(path, FIELD), str(path), classes)
     except FileNotFoundError:
         raise InputError(FIELD, str(path), "there is no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
