@@ -352,7 +352,7 @@ def _rival(ordered: dict[str, PlanDraft]) -> str | None:
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
     # If waa-c and waa-m divide devices in the same way, their plans are one plan.
-    other = next((one for one in others if (one.policy.kind, one.stages) != (plan.policy.kind, plan.stages)), None)
+    other = next((one for one in others if (one.policy.kind, one.division) != (plan.policy.kind, plan.division)), None)
     if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
         return None
     return f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"

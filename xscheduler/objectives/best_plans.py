@@ -149,7 +149,7 @@ def _check_maximised(problem: Problem) -> None:
 def _distinct(plans: dict[str, Found]) -> dict[str, Found]:
     """Return the plans. If waa-c and waa-m divide the devices in the same way, return only the better one, as `waa`."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
-    if len(both) < 2 or plans[both[0]].draft.stages != plans[both[1]].draft.stages:
+    if len(both) < 2 or plans[both[0]].draft.division != plans[both[1]].draft.division:
         return plans
     return {"waa" if kind == both[0] else kind: plan for kind, plan in plans.items() if kind != both[1]}
 

@@ -323,6 +323,11 @@ class PlanDraft(Frozen):
         )
 
     @property
+    def division(self) -> tuple[Stage, ...]:
+        """How the stages divide layers and devices, whatever K/V memory is left to them."""
+        return tuple(stage.model_copy(update={"kv_blocks": 0}) for stage in self.stages)
+
+    @property
     def num_devices(self) -> int:
         """Number of devices of all replicas."""
         return self.replicas * self.devices_per_replica
