@@ -88,7 +88,7 @@ def test_due_times_are_those_of_the_requests_and_the_log_replays(timed: Timed) -
     plan = timed.plan()
     assume(plan is not None)
     assert plan is not None
-    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert type(plan).model_validate_json(plan.model_dump_json()) == plan
     requests, profile = timed.arrivals.stream(plan), timed.arrivals.case.subject.profile
     schedule = policies.build(plan)
     schedule.pool.forecast = CheckedForecast()

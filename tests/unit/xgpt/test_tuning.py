@@ -154,6 +154,7 @@ def searched(
     return Search(asked, machine, journal, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_search_finds_what_no_model_expects_and_says_how_sure_it_is(
     asked: EngineProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_what_runs_now_is_measured_first_and_kept_if_nothing_is_better(
     assert all("--max-model-len 8192" in run.command for run in found.runs)
 
 
+@pytest.mark.long
 def test_a_search_goes_on_after_it_was_killed(
     asked: EngineProblem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
