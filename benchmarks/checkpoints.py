@@ -1,6 +1,6 @@
 """Plan and serve random checkpoints of every family under every policy, on one device and two, and check their tokens.
 
-    python -m benchmarks.checkpoints [--first 0] [--count 40] [--again] [--markdown docs/results/checkpoints.md]
+    python -m benchmarks.checkpoints [--first 0] [--count 40] [--again]
 
 Each checkpoint has a shape drawn by its number (heads, widths, layers, experts, biases: odd ones on purpose). This
 machine is measured for each checkpoint once as `local` and once as `local:2`. From these profiles, `xgpt plan` makes
@@ -15,17 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
-import textwrap
 import time
 import traceback
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import xgpt
+from benchmarks.lib.results import record
 from benchmarks.lib.served_plans import served
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import write_atomic
-from xgpt.core.machine import detect
 from xgpt.reporting.plan_text import placement_in_words
 from xprofiler.ranks import degrees
 
@@ -169,50 +165,34 @@ def kept(number: int) -> list[Row] | None:
     return [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else None
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    numbers = {row.number for row in rows}
+def tables(rows: Sequence[Row]) -> None:
+    """Store the numbers of plans by family, and the reasons of combinations without a plan."""
     equal, right = (sum(test(row) for row in rows) for test in (lambda row: row.outcome == EQUAL, lambda r: r.is_right))
-    answered = sum(row.policy == "auto" for row in rows)
-    text = (
-        f"`python -m benchmarks.checkpoints` made {len(numbers)} checkpoints of {len({row.family for row in rows})} "
-        "families with random shapes. `xgpt plan` planned them from measured profiles, under every policy, on one "
-        f"device and on two. {equal} plans, {answered} of them behind the endpoint, were run and gave the same tokens "
-        f"as `transformers` for every prompt. {right - equal} combinations have no plan, and {len(rows) - right} "
-        "plans failed."
-    )
-    lines = [
-        "# Random checkpoints",
-        "",
-        textwrap.fill(text, 120),
-        "",
-        "| family | checkpoints | on one device | on two | no plan | failed |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| family | checkpoints | plans on one device | on two | combinations without a plan | failed |", ""]
     for family, members in groupby(sorted(rows, key=lambda row: row.family), key=lambda row: row.family):
         members_list = list(members)
         one, two = (sum(r.outcome == EQUAL and r.cluster == cluster for r in members_list) for cluster in PLACEMENTS)
         none = sum(r.is_right and r.outcome != EQUAL for r in members_list)
         failed = sum(not r.is_right for r in members_list)
         lines.append(f"| {family} | {len({r.number for r in members_list})} | {one} | {two} | {none} | {failed} |")
-    lines += ["", "Combinations without a plan, by reason:", "", "| reason | combinations |", "|---|---|"]
+    record(
+        "checkpoints/families",
+        "{equal} plans of {count} random checkpoints of {families} families, {answered} of them behind the endpoint, "
+        "gave the same tokens as transformers for every prompt; {failed} failed.",
+        lines,
+        equal=equal,
+        count=len({row.number for row in rows}),
+        families=len({row.family for row in rows}),
+        answered=sum(row.policy == "auto" for row in rows),
+        failed=len(rows) - right,
+    )
     reasons = Counter(r.outcome.removeprefix(f"{REFUSED}: ") for r in rows if r.is_right and r.outcome != EQUAL)
-    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
-    failures = [r for r in rows if not r.is_right]
-    if failures:
-        lines += [
-            "",
-            "What failed:",
-            "",
-            "| checkpoint | cluster | policy | placement | outcome |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r.number} ({r.family}) | {r.cluster} | {r.policy} {r.fixed} | {r.where} | {r.outcome} |"
-            for r in failures
-        ]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    caption = f"{detect().device.name}, Python {platform.python_version()}, {versions}, {date.today()}."
-    return "\n".join([*lines, "", caption, ""])
+    record(
+        "checkpoints/none",
+        "{count} combinations have no plan, for these reasons.",
+        ["| reason | combinations |", "", *(f"| {reason} | {count} |" for reason, count in reasons.most_common())],
+        count=right - equal,
+    )
 
 
 def main() -> None:
@@ -220,7 +200,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first checkpoint")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--again", action="store_true", help="run finished checkpoints again")
-    parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     import torch
 
@@ -242,8 +221,7 @@ def main() -> None:
                 )
                 print(*(f"    {row}" for row in kept_row if not row.is_right), sep="\n", end="", flush=True)
             rows += kept_row
-    if options.markdown is not None:
-        write_atomic(options.markdown, markdown(rows))
+    tables(rows)
     sys.exit(any(not row.is_right for row in rows))
 
 
