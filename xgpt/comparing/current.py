@@ -37,6 +37,7 @@ class CurrentEngine:
         kept: options of the command that a plan's command repeats.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
+        command: what starts the engine, with its variables, whatever launches it (a container, a pod).
     """
 
     tp_degree: int
@@ -62,6 +63,7 @@ class CurrentEngine:
     api_servers: int | None = None
     drafts: Drafts | None = None
     kept: Given = field(default_factory=dict, compare=False)
+    command: str = field(default="", compare=False)
 
     @property
     def num_devices(self) -> int:

@@ -32,6 +32,11 @@ LAUNCHERS: dict[tuple[str, str], Engine] = {
     ("-m", "dynamo.sglang"): "sglang",
     ("-m", "dynamo.trtllm"): "tensorrt-llm",
 }
+PROGRAMS: dict[Engine, tuple[str, ...]] = {
+    "vllm": ("vllm", "serve"),
+    "sglang": ("python3", "-m", "sglang.launch_server"),
+    "tensorrt-llm": ("trtllm-serve",),
+}
 IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
 """Engines by a part of their images' names."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
@@ -74,6 +79,12 @@ class Launched:
     image: str = ""
     devices: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        """The engine's command with those of its variables that change how it computes."""
+        variables = [f"{name}={value}" for name, value in self.environment.items() if OF_ENGINES.fullmatch(name)]
+        return shlex.join([*(["env", *variables] if variables else []), *PROGRAMS[self.engine], *self.words])
 
     @property
     def version(self) -> str | None:
@@ -390,7 +401,7 @@ def read_current(text: str, cluster: ClusterSpec, variables: Mapping[str, str] =
     launched = find_engine(text, variables)
     current = READERS[launched.engine](launched.words, cluster)
     notes = (*current.notes, *_device_note(current, launched), *_environment_note(launched))
-    return replace(current, version=launched.version, notes=notes)
+    return replace(current, version=launched.version, notes=notes, command=launched.command)
 
 
 def _environment_note(launched: Launched) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from xgpt.comparing.flags import Given
 from xgpt.core.schema.recommendation import Action, Gain, Offer, Process, Ranged, Recommendation
-from xgpt.deciding.commands import engine_command
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.tuning.belief import SURE, TOLERANCE, Array
 from xscheduler.tuning.tuner import Tuner
@@ -15,11 +15,14 @@ INSIDE = (0.05, 0.95)
 PORT = 8000
 
 
-def advise(tuner: Tuner, now: int | None, kept: Given, *, least_gain: float = TOLERANCE) -> Recommendation:
+def advise(
+    tuner: Tuner, now: int | None, command: Callable[[int], str | None], *, least_gain: float = TOLERANCE
+) -> Recommendation:
     """Return what to run, given all measurements.
 
     Args:
         now: the candidate that runs now, or None.
+        command: returns what starts a candidate.
         least_gain: smallest gain for which settings change, as a share.
     """
     model, draws = tuner.model, tuner.belief.draws
@@ -47,10 +50,10 @@ def advise(tuner: Tuner, now: int | None, kept: Given, *, least_gain: float = TO
         model=problem.model.name,
         devices=f"{problem.cluster.num_devices} x {problem.cluster.device.name}",
         workload=problem.workload.name,
-        best=_offer(tuner, draws, chosen, kept),
-        now=None if now is None else _offer(tuner, draws, now, kept),
+        best=_offer(tuner, draws, chosen, command),
+        now=None if now is None else _offer(tuner, draws, now, command),
         gain=gain,
-        rejected=_offer(tuner, draws, best, kept) if action == "keep" else None,
+        rejected=_offer(tuner, draws, best, command) if action == "keep" else None,
         confidence=sure,
         why=_why(action, sure or 0.0, least_gain),
         limit_per_s=standing.most,
@@ -84,9 +87,9 @@ def rate_of_candidate(draws: Array, candidate: int) -> Ranged:
     return Ranged(value=float(np.median(draws[:, candidate])), **_range(draws[:, candidate]))
 
 
-def _offer(tuner: Tuner, draws: Array, candidate: int, kept: Given) -> Offer:
+def _offer(tuner: Tuner, draws: Array, candidate: int, command_of: Callable[[int], str | None]) -> Offer:
     plan = tuner.model.plan(candidate)
-    command = engine_command(plan, kept)
+    command = command_of(candidate)
     devices = () if plan.cluster.device.type == "cpu" else tuple(range(plan.num_devices))
     return Offer(
         name=plan.policy.kind,

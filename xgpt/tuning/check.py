@@ -100,7 +100,7 @@ def check(
         fit=tuner.fit._asdict(),
         rate_before=before,
         rate_after=rate_of_candidate(tuner.belief.draws, now),
-        recommendation=advise(tuner, now, asked.kept),
+        recommendation=advise(tuner, now, lambda index: asked.command_of(model.plan(index), is_now=index == now)),
     )
 
 

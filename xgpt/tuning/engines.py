@@ -88,7 +88,8 @@ class Vllm:
             )
         port, vllm_python = free_port(), python()
         given = _without(rest[2:], ("--host", "--port"))
-        command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", *given]
+        model = [] if given[:1] and given[0].startswith("-") else ["--model"]
+        command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", *model, *given]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         with (
             package_path() as packages,

@@ -13,6 +13,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ChunkedSettings, ClusterSpec, Plan, Profile
 from xgpt.core.schema.profile import SERVED
+from xgpt.deciding.commands import engine_command
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest, ProblemRequest, as_plan_request
 from xgpt.resolve import load_cluster, load_engine
@@ -32,12 +33,18 @@ class EngineProblem:
         prior: how much is known of its times. None means what its profile's source says.
         now: plan with the settings that run now, or None.
         kept: options of the present command that other settings' commands repeat.
+        command: the present command, or "".
     """
 
     problem: Problem
     prior: Prior | None = None
     now: Plan | None = None
     kept: Given = field(default_factory=dict)
+    command: str = ""
+
+    def command_of(self, plan: Plan, *, is_now: bool) -> str | None:
+        """Return what starts the engine with a plan's settings: for those that run now, the present command itself."""
+        return self.command if is_now and self.command else engine_command(plan, self.kept)
 
     @property
     def settings_now(self) -> list[ChunkedSettings]:
@@ -71,7 +78,7 @@ def engine_problem(
         raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm or sglang")
     if running is None:
         return EngineProblem(problem, prior)
-    return EngineProblem(problem, prior, score_current(problem, running), running.kept)
+    return EngineProblem(problem, prior, score_current(problem, running), running.kept, running.command)
 
 
 def _with_model(request: PlanRequest, running: CurrentEngine) -> PlanRequest:

@@ -15,7 +15,6 @@ import numpy as np
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import ChunkedSettings
 from xgpt.core.schema.tuning import DrivenLoad, TuneJournal, TuneOutput, TuneRun
-from xgpt.deciding.commands import engine_command
 from xgpt.tuning.advice import advise
 from xgpt.tuning.driving import drive, highest_rate
 from xgpt.tuning.engines import READY_S, DidNotStart, Host, ProcessorUse
@@ -112,7 +111,7 @@ class Search:
             sure=standing.sure,
             most_per_s=standing.most,
             ended=ended,
-            recommendation=advise(self.tuner, self.now, self._asked.kept),
+            recommendation=advise(self.tuner, self.now, self._command),
         )
 
     def _next(self, standing: Standing) -> int | None:
@@ -133,7 +132,7 @@ class Search:
         return float(np.median([run.seconds for run in self.journal.runs if run.loads] or [0.0]))
 
     def _command(self, candidate: int) -> str | None:
-        return engine_command(self.tuner.model.plan(candidate), self._asked.kept)
+        return self._asked.command_of(self.tuner.model.plan(candidate), is_now=candidate == self.now)
 
     def _measured(self, candidate: int, until_s: float, told: Told) -> TuneRun | None:
         """Start the engine with a candidate's settings and measure it. Return None if the time is over before that."""

@@ -40,20 +40,25 @@ def watch(
         for url, watcher in watchers.items():
             page: Page | None = read_page(url)
             alarm = None if page is None else watcher.note(time.monotonic(), page)
-            if alarm is not None:
-                alarm = replanned(alarm, watcher, profile)
-                on_alarm(alarm)
-                if request.webhook is not None:
-                    post(request.webhook, alarm)
-                if request.apply is not None and alarm.command:
-                    roll(request.apply, alarm.command, list(watchers))
+            if alarm is None:
+                continue
+            following = None
+            if alarm.cause.endswith("lengths"):
+                alarm, following = replanned(alarm, watcher, profile)
+                for other in watchers.values():
+                    other.workload = watcher.workload  # the same shift reaches all replicas, and alarms once
+            if request.webhook is not None and not post(request.webhook, alarm):
+                alarm = alarm.but(action=f"{alarm.action}; the webhook took no alarm".lstrip("; "))
+            on_alarm(alarm)
+            if request.apply is not None and following is not None and alarm.command:
+                roll(request.apply, alarm.command, list(watchers))
+                watchers = {each: Watcher(following) for each in watchers}
+                break
         stop.wait(request.look_s)
 
 
-def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> WatchAlarm:
-    """Return an alarm about lengths with what re-planning decides. Other alarms are returned unchanged."""
-    if not alarm.cause.endswith("lengths"):
-        return alarm
+def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> tuple[WatchAlarm, Plan | None]:
+    """Return an alarm about lengths with what re-planning decides, and the plan to run instead, if there is one."""
     plan, workload = watcher.plan, watcher.observed()
     observation = Observation(
         workload=workload,
@@ -66,17 +71,18 @@ def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> WatchAla
     try:
         decision, following = propose(plan, profile, observation)
     except XgptError as error:
-        return alarm.but(action=f"planning again failed: {error}")
-    command = None if following is None else engine_command(following)
-    return alarm.but(action=decision.reason, command=command or "", gain=decision.gain if following else None)
+        return alarm.but(action=f"planning again failed: {error}"), None
+    if following is None:
+        return alarm.but(action=decision.reason), None
+    return alarm.but(action=decision.reason, command=engine_command(following) or "", gain=decision.gain), following
 
 
-def post(url: str, alarm: WatchAlarm) -> None:
-    """Post an alarm. A receiver that does not answer is no reason to end the watch."""
+def post(url: str, alarm: WatchAlarm) -> bool:
+    """Post an alarm. Return whether the receiver took it."""
     try:
-        httpx.post(url, json=alarm.model_dump(mode="json"), timeout=HOOK_S, trust_env=False)
+        return httpx.post(url, json=alarm.model_dump(mode="json"), timeout=HOOK_S, trust_env=False).is_success
     except httpx.HTTPError:
-        return
+        return False
 
 
 def roll(template: str, command: str, urls: list[str]) -> None:

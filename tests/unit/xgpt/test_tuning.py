@@ -174,8 +174,11 @@ def test_what_runs_now_is_measured_first_and_kept_if_nothing_is_better(
     now = model.plan_of(ChunkedSettings(token_budget=700, max_batch=60))
     machine = Machine(lambda tokens, seqs: 20.0 if (tokens, seqs) == (700, 60) else 0.7 * peaked(tokens, seqs))
     monkeypatch.setattr(tune, "MOST_RUNS", 8)
-    found = searched(monkeypatch, machine, replace(asked, now=now, kept={"max-model-len": "8192"})).run()
-    assert machine.ran[0] == (700, 60)
+    command = "vllm serve llama --max-model-len 8192 --max-num-batched-tokens 700 --max-num-seqs 60 --swap-space 8"
+    running = replace(asked, now=now, kept={"max-model-len": "8192"}, command=command)
+    found = searched(monkeypatch, machine, running).run()
+    assert machine.ran[0] == (700, 60) and found.runs[0].command == command, "exactly what runs now is measured"
+    assert found.recommendation.best.processes[0].command == command
     assert found.recommendation.action == "keep" and found.recommendation.best.settings.endswith("max_batch 60")
     assert all("--max-model-len 8192" in run.command for run in found.runs)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 import xgpt
+from xgpt.core.errors import MachineError
 from xgpt.core.schema import Histogram, Plan, Workload
+from xgpt.core.schema.tuning import WatchAlarm
 from xgpt.tuning.metrics import parse_page
 from xgpt.tuning.watching import Watcher
 
@@ -123,3 +131,81 @@ def test_a_restarted_engine_is_no_change(plan: Plan) -> None:
 
 def test_a_page_of_no_engine_is_refused() -> None:
     assert parse_page("up 1\n") is None and parse_page("<html>") is None
+
+
+@contextmanager
+def replica(engine: Engine, shift_after: int, hooks: list[dict[str, object]]) -> Iterator[str]:
+    """The URL of an engine whose requests become four times as long after some readings, and of a webhook."""
+
+    class Handler(BaseHTTPRequestHandler):
+        readings = 0
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                Handler.readings += 1
+                engine.serve(10, 4.0 if Handler.readings > shift_after else 1.0)
+                body = engine.page()
+            else:
+                body = json.dumps({"object": "list", "data": [{"id": "llama", "object": "model"}]})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            hooks.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_other_lengths_are_planned_for_posted_and_rolled_replica_by_replica(plan: Plan, tmp_path: Path) -> None:
+    hooks: list[dict[str, object]] = []
+    alarms: list[WatchAlarm] = []
+    rolled, stop = tmp_path / "rolled", Event()
+
+    def on_alarm(alarm: WatchAlarm) -> None:
+        alarms.append(alarm)
+        if alarm.command:
+            stop.set()
+
+    with replica(Engine(seed=1), 30, hooks) as first, replica(Engine(seed=2), 30, hooks) as second:
+        asked = {"engine": (first, second), "look_s": 0.005, "webhook": f"{first}/hook"}
+        xgpt.watch(plan, **asked, apply=f"echo {{url}} {{flags}} >> {rolled}", on_alarm=on_alarm, stop=stop)
+    assert alarms[-1].command.startswith("vllm serve") and alarms[-1].gain
+    assert len({alarm.cause for alarm in alarms}) == len(alarms), "the same shift on two replicas is one alarm"
+    assert [hook["cause"] for hook in hooks] == [alarm.cause for alarm in alarms]
+    lines = rolled.read_text(encoding="utf-8").splitlines()
+    assert [line.split()[0] for line in lines] == [first, second]
+    assert all("--max-num-batched-tokens" in line and "vllm serve" not in line for line in lines)
+
+
+def test_a_failed_restart_leaves_the_other_replicas_alone(plan: Plan) -> None:
+    with replica(Engine(seed=1), 30, []) as first, replica(Engine(seed=2), 30, []) as second:
+        asked = {
+            "engine": (first, second),
+            "look_s": 0.005,
+            "apply": ": {flags}; echo no room >&2; exit 3",
+        }
+        with pytest.raises(MachineError, match=r"could not be restarted \(exit code 3\): no room; no other was"):
+            xgpt.watch(plan, **asked, on_alarm=lambda alarm: None)
+
+
+def test_a_webhook_that_takes_nothing_is_said_with_the_alarm(plan: Plan) -> None:
+    stop, alarms = Event(), list[WatchAlarm]()
+
+    def on_alarm(alarm: WatchAlarm) -> None:
+        alarms.append(alarm)
+        stop.set()
+
+    with replica(Engine(), 0, []) as url:
+        xgpt.watch(plan, engine=(url,), look_s=0.005, webhook="http://127.0.0.1:9/", on_alarm=on_alarm, stop=stop)
+    assert "the webhook took no alarm" in alarms[0].action
