@@ -558,7 +558,7 @@ def check(
         MachineError: the server does not answer, or is lost meanwhile.
     """
     from xgpt.calibrating import read_loads
-    from xgpt.tuning.check import check
+    from xgpt.tuning.check import check, served_by
     from xgpt.tuning.problem import EngineProblem, engine_problem
     from xprofiler.store import profile_of
     from xscheduler.problem import Problem
@@ -566,15 +566,15 @@ def check(
     request = request_of(CheckRequest, {"latency_bound_s": latency_bound_s, **asked})
     if (request.plan is None) == (request.current is None):
         raise InputError("plan", None, "give the plan that the server runs as `plan`, or its command as `current`")
-    if request.plan is not None:
-        now = _plan(request.plan)
-        profile = profile_of(now, request.profile)
-        problem = EngineProblem(Problem.of(now, profile), now=now)
+    now, text = None if request.plan is None else _plan(request.plan), str(target)
+    is_url = text.startswith(("http://", "https://"))
+    of_what, served = (text, served_by(text)) if is_url else (read_loads(Path(text)), None)
+    if now is not None:
+        problem = EngineProblem(Problem.of(now, profile_of(now, request.profile)), now=now)
     else:
         problem = engine_problem(request, request.current, progress)
-    text = str(target)
-    of_what = text if text.startswith(("http://", "https://")) else read_loads(Path(text))
-    return check(problem, of_what, request.arrival_rate_per_s, may_send=may_send, seed=request.seed)
+    rate = request.arrival_rate_per_s
+    return check(problem, of_what, rate, may_send=may_send, served=served, seed=request.seed)
 
 
 @_takes(TuneRequest)

@@ -12,9 +12,10 @@ import numpy as np
 from xgpt.calibrating import MeasuredLoad
 from xgpt.client import served_model
 from xgpt.comparing.current import is_model
-from xgpt.connection import own_api_key
+from xgpt.connection import own_api_key, within
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Constraint, Plan, Workload
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.tuning import CheckOutput, DrivenLoad
 from xgpt.tuning.advice import advise, rate_of_candidate
 from xgpt.tuning.driving import drive
@@ -28,6 +29,8 @@ from xsimulator.measures import RequestTimes
 SHARES = (0.5, 0.9)
 """Shares of the rate at which loads are sent: one without waiting shows the steps, one with waiting the queue."""
 LEAST_REQUESTS, MOST_REQUESTS, LOAD_S = 40, 300, 30.0
+ANSWER_S = 10.0
+"""Time within which a server must have named its model."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,14 @@ class LoadToSend:
 
     url: str
     loads: tuple[tuple[float, int], ...]
-    mean_input: float
-    mean_output: float
+    workload: Workload
     serving: float | None
 
     @property
     def text(self) -> str:
         parts = [f"{count} requests at {rate:.3g} a second ({count / rate:.0f} s)" for rate, count in self.loads]
-        lengths = f"of about {self.mean_input:.0f} prompt and {self.mean_output:.0f} output tokens"
+        means = self.workload.input.mean, self.workload.output.mean
+        lengths = "of about {:.0f} prompt and {:.0f} output tokens".format(*means)
         return f"sends {' and '.join(parts)} {lengths} to {self.url}"
 
 
@@ -58,6 +61,7 @@ def check(
     rate_per_s: float | None = None,
     *,
     may_send: Callable[[LoadToSend], bool] = lambda sending: True,
+    served: str | None = None,
     seed: int = 0,
 ) -> CheckOutput:
     """Measure a server, or read what a benchmark measured, and return whether to keep the server's settings.
@@ -66,6 +70,7 @@ def check(
         target: the server's URL, or loads that a benchmark measured at arrival rates.
         rate_per_s: the users' own rate. None means that at which the bounds are predicted to be kept.
         may_send: called before anything is sent. Nothing is sent if it returns False.
+        served: name of the server's model (`served_by`). None means that the server is asked.
 
     Raises:
         InputError: the settings are not known, or the server serves another model.
@@ -74,18 +79,19 @@ def check(
     if asked.now is None or not asked.settings_now:
         kind = None if asked.now is None else asked.now.policy.kind
         raise InputError("plan", kind, "give the plan of an engine's own scheduler (policy chunked), or `current`")
+    sending = None
+    if isinstance(target, str):
+        served = _check_served(target, served_by(target) if served is None else served, asked.now)
+        sending = _sending(target, asked.problem.workload, rate_per_s or rate_of(asked.now))
+        if not may_send(sending):
+            raise MachineError("nothing was sent")
     model = EngineModel(asked.problem, asked.prior, asked.settings_now)
     tuner, now = Tuner(model, seed), model.nearest(asked.settings_now[0])
     before = rate_of_candidate(tuner.belief.draws, now)
-    served = ""
-    if isinstance(target, str):
-        served = _served(target, asked.now)
-        sending = _sending(target, asked.problem.workload, rate_per_s or before.value)
-        if not may_send(sending):
-            raise MachineError("nothing was sent")
+    if sending is not None:
         constraint, vocabulary = model.problem.constraint, model.problem.model.vocab_size
         loads = tuple(
-            drive(target, asked.problem.workload, constraint, rate, vocabulary=vocabulary, seed=seed + i, most=count)
+            drive(sending.url, sending.workload, constraint, rate, vocabulary=vocabulary, seed=seed + i, most=count)
             for i, (rate, count) in enumerate(sending.loads)
         )
     else:
@@ -104,9 +110,23 @@ def check(
     )
 
 
-def _served(url: str, now: Plan) -> str:
-    """Return the name of the server's model, after checking that it may be the plan's."""
-    name = asyncio.run(served_model(url, own_api_key()))
+def served_by(url: str) -> str:
+    """Return the name of the model that the server at a URL serves.
+
+    Raises:
+        MachineError: within `ANSWER_S`, nothing at the URL answers as an OpenAI-compatible endpoint does.
+    """
+
+    async def ask() -> str:
+        try:
+            return await within(ANSWER_S, served_model(url, own_api_key()), f"{url} does not answer")
+        except TimeoutError as error:
+            raise MachineError(f"{error}; start the server, or correct the URL") from None
+
+    return asyncio.run(ask())
+
+
+def _check_served(url: str, name: str, now: Plan) -> str:
     known = {now.model.name, *(part for part in (now.checkpoint or "").rsplit("/", 1)[-1:] if part)}
     is_path = name == now.checkpoint
     if not is_path and not any(is_model(name, each) for each in known):
@@ -121,7 +141,7 @@ def _sending(url: str, workload: Workload, rate_per_s: float) -> LoadToSend:
         rate = max(share * rate_per_s, 0.05)
         loads.append((rate, min(MOST_REQUESTS, max(LEAST_REQUESTS, ceil(LOAD_S * rate)))))
     serving = None if page is None else page.outstanding
-    return LoadToSend(url, tuple(loads), workload.input.mean, workload.output.mean, serving)
+    return LoadToSend(url, tuple(loads), workload, serving)
 
 
 def _of_benchmark(load: MeasuredLoad, constraint: Constraint) -> DrivenLoad:

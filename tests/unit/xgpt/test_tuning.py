@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -311,6 +313,34 @@ def test_check_refuses_another_model_and_what_is_no_engine(
         checking.check(replace(asked, now=now), "http://127.0.0.1:9")
     with pytest.raises(InputError, match="give the plan of an engine's own scheduler"):
         checking.check(asked, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n"])
+def test_check_asks_the_server_before_it_plans_and_waits_for_no_silent_one(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server accepts and says nothing, or a byte at a time."""
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer, suppress(OSError):
+            for byte in answer + b"x" * 10_000 * bool(answer):
+                peer.sendall(bytes([byte]))
+                time.sleep(0.02)
+            while peer.recv(65536):
+                pass
+
+    monkeypatch.setattr("xgpt.tuning.problem.engine_problem", lambda *_: pytest.fail("planned before it asked"))
+    monkeypatch.setattr(checking, "ANSWER_S", 0.3)
+    asked = ["--model", "llama-3.1-8b", "--cluster", "h200x1", "--ttft", "1", "--current", "vllm serve m"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=serve, daemon=True).start()
+        started = time.monotonic()
+        result = CliRunner().invoke(cli, ["check", f"http://127.0.0.1:{listener.getsockname()[1]}", *asked])
+        assert time.monotonic() - started < 3
+    refused = CliRunner().invoke(cli, ["check", "http://127.0.0.1:9", *asked])
+    for found in (result, refused):
+        assert found.exception is not None and "start the server, or correct the URL" in str(found.exception)
 
 
 def test_the_problem_of_a_command_has_its_model_settings_and_engine() -> None:
