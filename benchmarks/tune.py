@@ -6,6 +6,11 @@ it, and as widely as published measurements differ from predictions. The same ma
 random, on the grid of vLLM's auto_tune.sh, and at the plan alone.
 
     python -m benchmarks.tune --problems 500 --output tune.json
+
+With `--vllm`, the machine is vLLM on this machine. Settings that several strategies ask for are measured once, and each
+strategy ends when its own measurements would have taken `--budget` seconds.
+
+    XGPT_VLLM_PYTHON=... python -m benchmarks.tune --vllm 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ import optuna
 
 from xgpt.core.errors import XgptError
 from xgpt.core.schema import ChunkedSettings, Profile
+from xgpt.core.schema.tuning import TuneRun
 from xgpt.problems import resolve
-from xgpt.requests import plan_request
+from xgpt.requests import TuneRequest, parse_arguments, plan_request
+from xgpt.tuning.engines import Vllm
+from xgpt.tuning.problem import EngineProblem, engine_problem
+from xgpt.tuning.tune import Search, Told
 from xscheduler.problem import Problem
 from xscheduler.tuning.belief import TOLERANCE, MeasuredRate
 from xscheduler.tuning.model import EngineModel, MeasuredTimes
@@ -57,7 +66,7 @@ MOST = 24
 WITHIN = 0.95
 AUTO_TUNE = [(seqs, tokens) for seqs in (128, 256) for tokens in (512, 1024, 2048, 4096)]
 """The default grid of vLLM's auto_tune.sh, in its order."""
-Strategy = Callable[["Machine", EngineModel, int], Iterator[int]]
+Strategy = Callable[["Machine | Real", EngineModel, int], Iterator[int]]
 
 
 class Machine:
@@ -151,20 +160,20 @@ def followed(order: Strategy) -> Callable[[Machine, EngineModel, int], Outcome]:
     return run
 
 
-def random(machine: Machine, model: EngineModel, seed: int) -> Iterator[int]:
+def random(machine: Machine | Real, model: EngineModel, seed: int) -> Iterator[int]:
     yield from np.random.default_rng(seed).permutation(len(model.settings))[:MOST].tolist()
 
 
-def grid(machine: Machine, model: EngineModel, seed: int) -> Iterator[int]:
+def grid(machine: Machine | Real, model: EngineModel, seed: int) -> Iterator[int]:
     for seqs, tokens in AUTO_TUNE:
         yield _nearest(model, tokens, seqs)
 
 
-def planned(machine: Machine, model: EngineModel, seed: int) -> Iterator[int]:
+def planned(machine: Machine | Real, model: EngineModel, seed: int) -> Iterator[int]:
     yield int(model.rates(model.unfitted).argmax())
 
 
-def tpe(machine: Machine, model: EngineModel, seed: int) -> Iterator[int]:
+def tpe(machine: Machine | Real, model: EngineModel, seed: int) -> Iterator[int]:
     """TPE over both settings on logarithmic scales, told of each rate."""
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     budgets, batches = zip(*((s.token_budget, s.max_batch) for _, s in model.settings), strict=True)
@@ -183,6 +192,82 @@ def _nearest(model: EngineModel, tokens: int, batch: int) -> int:
 STRATEGIES = {"tune": tuned} | {
     name: followed(order) for name, order in (("tpe", tpe), ("random", random), ("grid", grid), ("plan", planned))
 }
+
+
+class Real:
+    """vLLM on this machine, driven as `xgpt tune` drives it."""
+
+    def __init__(self, asked: EngineProblem, budget_s: float, seed: int) -> None:
+        self.search = Search(asked, Vllm(), seed=seed)
+        self.asked, self._budget_s, self._seed = asked, budget_s, seed
+        self._runs: dict[int, TuneRun] = {}
+
+    def run(self, candidate: int) -> TuneRun:
+        if candidate not in self._runs:
+            found = self.search.measured(candidate)
+            assert found is not None
+            self._runs[candidate] = found
+            said = f"{found.start}: {found.rate_per_s:.2f}/s within the bounds, {found.seconds:.0f} s"
+            print(f"  budget {found.token_budget}, batch {found.max_batch}: {said}", flush=True)
+        return self._runs[candidate]
+
+    def rate(self, candidate: int) -> float:
+        return self.run(candidate).rate_per_s
+
+    def followed(self, order: Iterator[int]) -> list[TuneRun]:
+        """Return the runs of a strategy that begin within the budget."""
+        runs: list[TuneRun] = []
+        while sum(run.seconds for run in runs) < self._budget_s:
+            candidate = next(order, None)
+            if candidate is None:
+                break
+            runs.append(self.run(candidate))
+        return runs
+
+    def tune(self) -> list[TuneRun]:
+        """Return the runs of `xgpt tune` until it ends by itself, or at the budget."""
+        real, runs = self, list[TuneRun]()
+
+        class Shared(Search):
+            def measured(self, candidate: int, until_s: float = 0.0, told: Told | None = None) -> TuneRun | None:
+                if sum(run.seconds for run in runs) >= real._budget_s:
+                    return None
+                runs.append(real.run(candidate))
+                return runs[-1]
+
+        found = Shared(self.asked, Vllm(), seed=self._seed).run()
+        print(f"  tune: {found.recommendation.action}, {found.recommendation.why}; {found.ended}", flush=True)
+        return runs
+
+
+def real(given: argparse.Namespace) -> None:
+    asked = engine_problem(
+        parse_arguments(
+            {
+                "workload": given.workload,
+                "ttft_s": given.ttft,
+                "tpot_s": given.tpot,
+                "quantile": given.quantile,
+                "latency_bound_s": None,
+            },
+            TuneRequest,
+        ),
+        given.vllm,
+    )
+    machine = Real(asked, given.budget, given.seed)
+    model = machine.search.tuner.model
+    now = machine.search.now
+    assert now is not None
+    orders = {
+        name: order(machine, model, given.seed)
+        for name, order in (("defaults", lambda *_: iter([now])), ("plan", planned), ("grid", grid), ("tpe", tpe))
+    }
+    print("strategy   best within the bounds/s   measurements   seconds   settings")
+    for name in ("defaults", "plan", "grid", "tune", "tpe"):
+        runs = machine.tune() if name == "tune" else machine.followed(orders[name])
+        best = max(runs, key=lambda run: run.rate_per_s)
+        found = f"{best.rate_per_s:24.2f}   {len(runs):12}   {sum(run.seconds for run in runs):7.0f}"
+        print(f"{name:8}   {found}   budget {best.token_budget}, batch {best.max_batch}", flush=True)
 
 
 def problem_of(rng: np.random.Generator) -> Problem:
@@ -255,9 +340,18 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--vllm", metavar="COMMAND", help="the command that runs now")
+    parser.add_argument("--workload", default="summarization")
+    parser.add_argument("--ttft", type=float, default=1.0)
+    parser.add_argument("--tpot", type=float, default=0.06)
+    parser.add_argument("--quantile", type=float, default=0.9)
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds of each strategy")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    if given.vllm is not None:
+        real(given)
+        return
     rows: list[dict[str, Any]] = []
     number = 0
     while len(rows) < given.problems:

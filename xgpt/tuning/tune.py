@@ -92,7 +92,7 @@ class Search:
             elif time.monotonic() >= until_s or (self.journal.runs and time.monotonic() + self._usual_s >= until_s):
                 ended = "the time is over"
             else:
-                run = self._measured(candidate, until_s, told)
+                run = self.measured(candidate, until_s, told)
                 if run is None:
                     ended = "the time is over"
                     continue
@@ -134,9 +134,9 @@ class Search:
     def _command(self, candidate: int) -> str | None:
         return self._asked.command_of(self.tuner.model.plan(candidate), is_now=candidate == self.now)
 
-    def _measured(self, candidate: int, until_s: float, told: Told) -> TuneRun | None:
+    def measured(self, candidate: int, until_s: float = float("inf"), told: Told | None = None) -> TuneRun | None:
         """Start the engine with a candidate's settings and measure it. Return None if the time is over before that."""
-        command = self._command(candidate)
+        told, command = told or Told(), self._command(candidate)
         assert command is not None
         problem, (placement, settings) = self.tuner.model.problem, self.tuner.model.settings[candidate]
         expected = max(float(self.tuner.belief.draws[:, candidate].mean()), 0.02)
