@@ -1,18 +1,17 @@
 """Compare a fleet that follows recommendations with a constant fleet and with autoscaling, by kept requests and
 device-hours.
 
-    python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] [--cases NAME,…] [--seconds S] [--markdown FILE] STATE
+    python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] STATE
 
 Every case has two independently drawn days of the same shape. The first day is planned (`xgpt fleet`), and the second
-is simulated request by request. Results are stored in the directory STATE and not computed again. --seconds ends a run
-early. A case whose trace is not given is left out.
+is simulated request by request. Results are stored in the directory STATE and not computed again. A case whose trace is
+not given is left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,8 +21,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.fleet_planning import PLANNING, Planning
-from benchmarks.lib import made
+from benchmarks.lib.results import record, table
 from xgpt.core.io import dump_json, load_json, write_atomic
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.traces import read_lengths
@@ -50,29 +48,14 @@ LOOK_S = 15.0
 ATTAIN = 0.99
 TARGETS, TOLERANCE, STABLE_S = (0.5, 0.6, 0.7, 0.8, 0.9), 0.1, 300.0
 """Settings of the autoscaler by utilisation."""
-GOAL = 1.15
+HEADER = (
+    "load", "fleet (target)", "requests within the bounds", "within the bounds reduced by the headroom", "device-hours",
+    "device-hours / clairvoyant", "starts",
+)  # fmt: skip
 MOST_TOKENS = 40_000
 """Longer requests are left out: they exceed the model's context."""
 WINDOW = 0.02
 """Share of a trace from which the rate and the lengths at a time of day are computed."""
-TEXT = f"""`python -m benchmarks.fleet`: Qwen3-32B on H100s (a datasheet profile). A replica starts in 60 s and then
-loads its weights at the profile's rate; the recommender reads the load every {LOOK_S:g} s; {ATTAIN:.0%} of the day's
-requests should keep the bounds. Two days of each load are drawn independently: the first is planned (`xgpt fleet`), and
-the second is simulated request by request.
-
-- *clairvoyant*: the fleet planned for the second day itself, with the cost of all changes, at the lowest load factor
-  tried that keeps the share;
-- *constant*: the cheapest fleet for that day that never changes;
-- *recommended*: `xgpt autoscale` with the first day's plan, followed at once;
-- *utilisation*: Kubernetes' rule (the number of replicas times utilisation over its target, a tolerance of a tenth,
-  five minutes of stabilisation before scaling down). Of the targets {", ".join(f"{goal:g}" for goal in TARGETS[:-1])}
-  and {TARGETS[-1]:g}, the cheapest one that keeps the share is used, or, if none does, the one that keeps the most.
-
-Sinusoid: from 1 to 24 requests a second and back in half an hour, for six hours. Flash crowd: a calm day until 14:00,
-when three times as many requests come for 20 minutes without warning. Azure and Mooncake: the traces are stretched over
-a day, and each of the two days gets half of their requests. The bounds are 25 s on the whole request and 3 s on the
-first token (12 and 3 s for azure-code, 40 and 10 s for Mooncake). The goal is that {ATTAIN:.0%} of requests keep the
-bounds with at most {GOAL:g} times the clairvoyant device-hours."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +168,10 @@ class ByUtilisation:
         return WantedReplicas(replicas, load, rate * present)
 
 
-def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
+def run(case: Case, state: Path) -> dict[str, Row]:
     for seed in (0, 1):
         path = state / f"{case.name}.{seed}.json"
-        if not path.is_file() and time.monotonic() < ends_s:
+        if not path.is_file():
             asked: dict[str, Any] = {
                 "model": case.model,
                 "cluster": case.cluster,
@@ -197,8 +180,6 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
             asked |= {"ttft_s": case.ttft_s, "attain": ATTAIN}
             request = FleetRequest(trace=Path(case.name), interval_s=case.interval_s, **asked)
             write_atomic(path, dump_json(plan_fleet_of(case.draw(seed), request)))
-    if not path.is_file():
-        return {}
     fleet, best = (load_json(state / f"{case.name}.{seed}.json", FleetPlan, "fleet") for seed in (0, 1))
     rows_path = state / f"{case.name}.rows.json"
     rows = {name: Row(**row) for name, row in json.loads(rows_path.read_text()).items()} if rows_path.is_file() else {}
@@ -208,11 +189,10 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
         found = tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in best.kinds)
         model = FleetModel(day, cut(day, case.interval_s), found)
     for name, recommend in missing.items():
-        if time.monotonic() < ends_s:
-            first = fleet.intervals[0].replicas
-            done = simulate_day(fleet, day.requests, day.seconds, recommend, LOOK_S, first)
-            rows[name] = _row(name, model, done, sum(first))
-            write_atomic(rows_path, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1) + "\n")
+        first = fleet.intervals[0].replicas
+        done = simulate_day(fleet, day.requests, day.seconds, recommend, LOOK_S, first)
+        rows[name] = _row(name, model, done, sum(first))
+        write_atomic(rows_path, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1) + "\n")
     for name, figures in (("clairvoyant", best.planned), ("constant", best.constant.figures)):
         rows[name] = Row(name, figures.share_kept, figures.share_within, figures.device_hours, figures.starts)
     return rows
@@ -256,54 +236,20 @@ def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
 @click.argument("state", type=click.Path(path_type=Path))
 @click.option("--traces", type=click.Path(path_type=Path), help="Folder of the Azure traces.")
 @click.option("--mooncake", type=click.Path(path_type=Path), help="Mooncake's conversation trace.")
-@click.option("--cases", "names", help="Run only these cases.")
-@click.option("--seconds", type=float, default=1e9, help="Time after which no case begins.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table to this file.")
-def main(
-    state: Path, traces: Path | None, mooncake: Path | None, names: str | None, seconds: float, page: Path | None
-) -> None:
+def main(state: Path, traces: Path | None, mooncake: Path | None) -> None:
     state.mkdir(parents=True, exist_ok=True)
-    ends_s, missing = time.monotonic() + seconds, list[str]()
-    lines = [
-        "| load | fleet | requests within the bounds | within the bounds reduced by the headroom | device-hours | "
-        "device-hours / clairvoyant | starts |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines, shares = list[tuple[object, ...]](), []
     for case in cases(traces, mooncake):
-        if names is not None and case.name not in names.split(","):
-            continue
-        rows = run(case, state, ends_s)
-        if len(rows) < len(TARGETS) + 3:
-            print(f"{case.name}: not done, {sorted(rows)}")
-            missing.append(case.name)
-            continue
+        rows = run(case, state)
         optimum = rows["clairvoyant"].device_hours
+        shares.append(rows["recommended"].device_hours / optimum)
         lines += [
-            f"| {case.name} | {row.fleet} | {row.within:.2%} | {row.kept:.2%} | {row.device_hours:.1f} | "
-            f"{row.device_hours / optimum:.3f} | {row.starts} |"
+            (case.name, row.fleet, f"{row.within:.2%}", f"{row.kept:.2%}", f"{row.device_hours:.1f}",
+             f"{row.device_hours / optimum:.3f}", row.starts)
             for row in shown(rows)
-        ]
-    print("\n".join(lines))
-    if page is not None:
-        open_ = f"\n\nNot run here: {', '.join(missing)}." if missing else ""
-        others = planned(state / PLANNING)
-        write_atomic(page, made.page("A day's fleet", TEXT, "\n".join(lines) + open_ + others))
-
-
-def planned(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    planning = Planning(**json.loads(path.read_text()))
-    runs = ", ".join(f"{seconds:.1f}" for seconds in planning.seconds)
-    return f"""
-
-## Planning
-
-`python -m benchmarks.fleet_planning`: `xgpt fleet` for a day of {planning.intervals} intervals and
-{planning.requests:,} requests, up to 64 devices of each of three kinds (H100, A100, L40S), on
-{planning.cores} cores: {runs} s from the command to its end. Of the last,
-{planning.planning_s:.1f} s plan, and {planning.verifying_s:.1f} s simulate all requests on each fleet that is tried
-and on the constant one. Goal: under 10 s. Commit `{planning.commit}`."""
+        ]  # fmt: skip
+    claim = "A fleet that follows the recommendations takes {least} to {most} times the clairvoyant device-hours."
+    record("fleet/days", claim, table(HEADER, lines), least=f"{min(shares):.2f}", most=f"{max(shares):.2f}")
 
 
 if __name__ == "__main__":

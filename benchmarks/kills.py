@@ -23,10 +23,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.faults import requests, undisturbed
-from benchmarks.lib.served_plans import PLANS, Served, left_over, served
-from xgpt.client import replay
+import numpy as np
+
+from benchmarks.lib.served_plans import PLANS, SPEC, Served, left_over, one_lane, plan, served
+from xgpt.client import ClientRequest, replay
 from xgpt.core.processes import children_of
+from xgpt.serving.engine_process import build_engine
+from xrunner.generation import Generation
 
 STREAMS, PER_SERVER, WITHIN_S = 8, 3, 120.0
 VICTIMS = ("engine", "worker", "launcher", "front")
@@ -60,6 +63,25 @@ class KillRow:
             f"{self.lost} of {self.requests} requests lost, {self.changed} changed, {self.ended} servers ended, "
             f"{self.left_over} left over"
         )
+
+
+def requests(count: int) -> list[ClientRequest]:
+    rng = np.random.default_rng(7)
+    lengths, outputs = rng.integers(8, 64, count).tolist(), rng.integers(16, 96, count).tolist()
+    prompts = [rng.integers(3, SPEC.vocab_size, length).tolist() for length in lengths]
+    return [ClientRequest(prompt, None, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def undisturbed(count: int) -> list[list[int]]:
+    engine = build_engine(plan(one_lane([1])))
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    for id_, request in enumerate(requests(count)):
+        engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
+    while (step := engine.step()) is not None:
+        for token in step:
+            tokens[token.id].append(token.token)
+    engine.close()
+    return tokens
 
 
 def victim_of(server: Served, name: str) -> int:

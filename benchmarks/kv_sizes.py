@@ -1,6 +1,6 @@
 """Compare K/V memory that vLLM logged at its start with the planner's prediction for the same settings.
 
-    python -m benchmarks.kv_sizes [--markdown]
+    python -m benchmarks.kv_sizes
 
 Sources of the rows in benchmarks/truth/kv/sizes.csv: "report" is llm-d-planner's accuracy report on vLLM 0.19
 (pull request 205). There, "error" means that the size was computed from the published error of llm-d-planner's
@@ -14,12 +14,13 @@ sampler, or Marlin's kernels on a device that has better ones.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
+from benchmarks.lib.results import record, table
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.scoring import deployed, engine_name
 from xgpt.core.errors import InfeasibleError
@@ -28,6 +29,7 @@ from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_engine
 
 FOLDER = Path(__file__).parent / "truth" / "kv"
+HEADER = ("engine", "logs", "fitted", "not started, as predicted", "errors of the others", "models")
 FLASHINFER_BYTES = 10.0
 """Bytes that FlashInfer's sampling takes for a request and a token of the vocabulary: logits in two bytes and in four,
 and probabilities in four. PyTorch's sampler also sorts them."""
@@ -114,14 +116,22 @@ def predicted(row: dict[str, str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true")
-    edge = "| " if parser.parse_args().markdown else ""
+    groups: dict[str, list[Size]] = {}
     for size in sizes():
-        used = "fitted" if size.is_fitted else "verifies"
-        error = f"{100 * size.error:+.1f}%" if size.logged > 0 else f"{size.predicted - size.logged:+.2f} GiB"
-        cells = (size.setting, size.engine, f"{size.logged:.6g}", f"{size.predicted:.6g}", error, used, size.source)
-        print(f"{edge}{' | '.join(cells)}{' |' if edge else ''}")
+        groups.setdefault(size.engine, []).append(size)
+    rows, checked = [], list[float]()
+    for engine, group in sorted(groups.items()):
+        started = [size for size in group if size.logged > 0]
+        errors = [100 * size.error for size in started if not size.is_fitted]
+        checked += errors
+        models = sorted({size.setting.partition(",")[0] for size in group})
+        about = f"{min(errors):+.1f} to {max(errors):+.1f}%" if errors else "-"
+        fitted = sum(size.is_fitted for size in group)
+        rows.append((engine, len(group), fitted, len(group) - len(started), about, ", ".join(models)))
+    figures = {"rows": len(checked), "median": f"{median(map(abs, checked)):.2f}"}
+    figures |= {"least": f"{min(checked):+.1f}", "most": f"{max(checked):+.1f}"}
+    claim = "{rows} logged sizes to which nothing was fitted: median error {median}%, from {least} to {most}%."
+    record("memory/sizes", claim, table(HEADER, rows), **figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.lib.engine_threads import in_threads
+from tests.engine_threads import in_threads
 from tests.fake_vllm import VOCAB_SIZE
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xgpt.core.schema import (

@@ -1,24 +1,15 @@
-"""Run requests whose lengths change during a run with re-planning, on the simulated clock or on a real server."""
+"""Run requests whose lengths change during a run with re-planning, on the simulated clock."""
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import httpx
-
-from xgpt.benchmark import served
-from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.core import policies
-from xgpt.core.io import read_step_log
 from xgpt.core.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import quantile, sample
@@ -33,10 +24,6 @@ PLANNING_S = 1.0
 """Simulated time from an observation to the new plan, as long as planning takes beside a busy engine."""
 
 
-TIE = 1e-3
-"""If two tokens' log probabilities differ by at most this, either may be the likelier one in another batch."""
-
-
 class Phase(NamedTuple):
     workload: Workload
     num_requests: int
@@ -49,17 +36,11 @@ class Run:
     Attributes:
         changes: (number of ended requests, decision) for each time that the plan was judged.
         num_lost: number of requests without an answer, or with another output length than requested.
-        num_wrong: number of requests with a token that differs from the expected one and is less probable.
-        slowdown: measured time of the steps divided by the profile's, at the end of the run.
     """
 
     log: list[StepRecord]
     changes: list[tuple[int, Decision]] = field(default_factory=list)
     num_lost: int = 0
-    longest_look_s: float = 0.0
-    slowdown: float = 1.0
-    tokens: list[list[int]] = field(default_factory=list)
-    num_wrong: int = 0
 
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
         q = plan.constraint.quantile
@@ -152,61 +133,7 @@ def simulated(
             watch.note(record, engine)
     ended = {id_ for record in log for id_ in record.finished}
     num_lost = sum(phase.num_requests for phase in phases) - len(ended)
-    return Run(log, [] if watch is None else watch.decided, num_lost, slowdown=slowdown)
-
-
-def real(
-    plan: Plan,
-    phases: Sequence[Phase],
-    rng: np.random.Generator,
-    *,
-    replan: bool = True,
-    expected: Sequence[Sequence[int]] | None = None,
-) -> Run:
-    """Run the same loop through `xgpt serve` in a separate process.
-
-    Args:
-        expected: tokens of each request in another run. None means that tokens are not compared.
-    """
-    import httpx
-
-    requests = [
-        ClientRequest(rng.integers(3, plan.model.vocab_size, r.input_length).tolist(), r.output_length, r.max_output)
-        for r in requests_of(phases, rng)
-    ]
-    with tempfile.TemporaryDirectory() as directory:
-        step_log = Path(directory) / "steps.jsonl"
-        with served(plan, Path(directory), step_log, replan=replan) as url, httpx.Client(trust_env=False) as client:
-            loop = replay(url, requests, concurrency=outstanding_requests(plan), stream=False)
-            results = asyncio.run(loop)
-            history = client.get(f"{url}/plan/history").json()
-            observed = client.get(f"{url}/plan").json()["observed"]
-            metrics = client.get(f"{url}/metrics").text
-            others = zip(requests, results, expected or (), strict=False)
-            wrong = sum(_is_wrong(client, url, request, result.token_ids, want) for request, result, want in others)
-        log = read_step_log(step_log)
-    look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
-    lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
-    changes = [(0, Decision.model_validate(entry)) for entry in history if entry["action"] != "failed"]
-    tokens = [result.token_ids for result in results]
-    return Run(log, changes, lost, max(look, default=0.0), observed["slowdown"] or 1.0, tokens, wrong)
-
-
-def _is_wrong(
-    client: httpx.Client, url: str, request: ClientRequest, tokens: Sequence[int], expected: Sequence[int]
-) -> bool:
-    """Return whether tokens differ from the expected ones, and the first different token is clearly less probable."""
-    at = next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=True)) if one != other), None)
-    if at is None:
-        return False
-    body = {"prompt": list(request.prompt_ids), "max_tokens": at + 1, "logprobs": 2, "ignore_eos": True}
-    [choice] = client.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
-    first, second = sorted(choice["logprobs"]["top_logprobs"][at].values(), reverse=True)[:2]
-    return bool(first - second > TIE)
-
-
-def is_lost(result: ClientResult, request: ClientRequest) -> bool:
-    return result.error is not None or result.num_tokens != request.output_length
+    return Run(log, [] if watch is None else watch.decided, num_lost)
 
 
 def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:

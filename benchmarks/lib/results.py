@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class Result(BaseModel):
     Attributes:
         claim: one sentence; {NAME} stands for a figure.
         figures: the figures of the claim, computed from the table's rows.
+        commit: the last commit that has the command; none if this one has it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +32,7 @@ class Result(BaseModel):
     claim: str
     figures: dict[str, str] = {}
     command: str
+    commit: str = ""
     date: date
     machine: str
     columns: list[str]
@@ -40,7 +42,8 @@ class Result(BaseModel):
         yield self.claim.format(**self.figures)
         yield from ("", f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}")
         yield from (f"| {' | '.join(row)} |" for row in self.rows)
-        yield from ("", f"`{self.command}`, {self.date:%Y-%m-%d}, {self.machine}.")
+        where = f" of commit {self.commit}" if self.commit else ""
+        yield from ("", f"`{self.command}`{where}, {self.date:%Y-%m-%d}, {self.machine}.")
 
 
 def stored(page: str) -> dict[str, Result]:
@@ -69,6 +72,12 @@ def record(name: str, claim: str, table: Iterable[str], **figures: object) -> No
     print("\n".join(result.lines()), flush=True)
     keep(page, stored(page) | {key: result})
     write(page)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the Markdown lines of a table."""
+    lines = (columns, ["---"] * len(columns), *rows)
+    return [f"| {' | '.join(map(str, cells))} |" for cells in lines]
 
 
 def keep(page: str, results: Mapping[str, Result]) -> None:

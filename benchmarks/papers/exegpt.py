@@ -302,8 +302,7 @@ def figures_6_and_8() -> Iterator[Found]:
         (*columns, "over FT", "over FT at p99"),
         tuple(rows),
         "FT must keep the bound for its longest output, as in the paper; `FT at p99` must keep it, like all others, "
-        "for an output at the 99th percentile of lengths. `python -m benchmarks.scheduler --check` evaluates "
-        "every setting of the same spaces.",
+        "for an output at the 99th percentile of lengths.",
     )
 
 

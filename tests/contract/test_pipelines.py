@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.agreement import KINDS, errors, random_case, simulate
-from benchmarks.rounds import draw
 from tests.contract.scenarios import problem
 from tests.rings import examples, few
 from xgpt.core.errors import InfeasibleError, InputError
@@ -20,6 +20,7 @@ from xsimulator.clock import LaneClock
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
+from xsimulator.forecast.pipeline import RandomSteps
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.run import simulate as simulate_plan
@@ -191,6 +192,43 @@ def test_more_stages_than_layers_are_refused() -> None:
         spread(2, [1.0] * 3)
 
 
+def recursion(cost: np.ndarray, stages: int, microbatches: int) -> np.ndarray:
+    """Return the seconds of a round. # [lanes, steps] -> [lanes]"""
+    count = cost.shape[1]
+    free, ends = np.zeros((stages, len(cost))), np.zeros((count, len(cost)))
+    for step in range(count):
+        now = ends[step - microbatches].copy() if step >= microbatches else np.zeros(len(cost))
+        for stage in range(stages):
+            np.maximum(now, free[stage], out=now)
+            now += cost[:, step]
+            free[stage] = now
+        ends[step] = now
+    first = count // 6
+    return microbatches * (ends[-1] - ends[first]) / (count - 1 - first)
+
+
+def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[tuple[RandomSteps, np.ndarray]]:
+    """Yield lanes, and the seconds of a round by the recursion."""
+    size, num_values = 24, 8  # lanes of a shape, and different times of steps that encode
+    for _ in range(-(-num_lanes // size)):
+        stages = int(np.exp(rng.uniform(np.log(2), np.log(20.9))))
+        m = int(np.clip(round(stages * rng.choice([0.5, 1, 1, 1, 2, rng.uniform(0.3, 3)])), 2, 40))
+        long = 0.97 * np.exp(rng.uniform(np.log(0.02), 0, size))
+        ratio = np.exp(rng.uniform(np.log(1.15), np.log(12), size))
+        shape = 1 / np.maximum(rng.uniform(0, 0.9, size), 0.01) ** 2
+        beyond = np.sort(rng.gamma(shape[:, None], 1 / shape[:, None], (size, 500 * num_values)), axis=1)
+        beyond = beyond.reshape(size, num_values, -1).mean(axis=2)
+        seconds = np.concatenate([np.ones((size, 1)), 1 + (ratio - 1)[:, None] * beyond], axis=1)
+        probability = np.column_stack([1 - long, *[long / num_values] * num_values])
+        count = 4000 + 20 * m
+        # Each kind of step occurs as often as its probability says, in random order.
+        uniform = (np.argsort(rng.random((size, count)), axis=1) + 0.5) / count
+        index = (uniform[:, :, None] > np.cumsum(probability, axis=1)[:, None, :-1]).sum(axis=2)
+        cost = np.take_along_axis(seconds, index, axis=1)
+        steps = RandomSteps(stages * seconds.T, seconds.T, probability.T[None], np.full(size, float(m)))
+        yield steps, recursion(cost, stages, m)
+
+
 def test_a_profile_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="finite number"):
         Curve(points=(1, 2), seconds=(0.0, float("nan")))
@@ -199,10 +237,10 @@ def test_a_profile_with_a_hole_is_refused() -> None:
 def test_rounds_of_random_steps_lie_where_the_recursion_does() -> None:
     """Long steps hold up all others: half a dozen lanes of a few shapes."""
     lanes = list(draw(np.random.default_rng(3), 100))
-    error = np.concatenate([group.steps.round()[0] / group.simulated - 1 for group in lanes])
+    error = np.concatenate([steps.round()[0] / simulated - 1 for steps, simulated in lanes])
     assert np.median(np.abs(error)) < 0.025
     assert np.abs(error).max() < 0.12
-    for group in lanes:
-        least, most = group.steps.bounds()
-        assert (least[0] <= 1.02 * group.simulated).all()
+    for steps, simulated in lanes:
+        least, most = steps.bounds()
+        assert (least[0] <= 1.02 * simulated).all()
         assert (most >= least).all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import requests
+from benchmarks.kills import requests
 from benchmarks.lib.served_plans import PLANS, left_over, listening, one_lane, plan, served
 from tests.fakes import eventually
 from tests.rings import few

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import requests, undisturbed
+from benchmarks.kills import requests, undisturbed
 from benchmarks.lib.served_plans import PLANS, Served, left_over, listening, one_lane, plan, served
 from tests.rings import few
 from xgpt.client import ClientResult, replay

@@ -23,5 +23,5 @@ def test_page_has_what_is_stored(name: str) -> None:
 def test_commands_of_tables_are_there(name: str) -> None:
     for one in stored(name).values():
         words = shlex.split(one.command)
-        if words[:2] == ["python", "-m"]:
+        if words[:2] == ["python", "-m"] and not one.commit:
             assert find_spec(words[2]) is not None, one.command

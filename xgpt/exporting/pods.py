@@ -276,8 +276,7 @@ def disruption_budget(names: Names) -> Object:
     """Return a PodDisruptionBudget. When nodes are drained, 5% of the pods may be unavailable at the same time, but at
     least one.
 
-    With one pod at a time, draining a thousand replicas would take hours. With 5%, requests still keep the bounds
-    (benchmarks.many_replicas).
+    With one pod at a time, draining a thousand replicas would take hours. With 5%, requests still keep the bounds.
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names.meta(), "spec": spec}

@@ -152,10 +152,7 @@ class RandomSteps:
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Return the position of the true time between the two `bounds`: 0 is the first, 1 the second. # [cases, n]
-
-        `python -m benchmarks.rounds --fit` fits the coefficients.
-        """
+        """Return the position of the true time between the two `bounds`: 0 is the first, 1 the second. # [cases, n]"""
         first, many, lean, thin = SHARE
         log_m = np.log(self.m)
         long = np.log(np.maximum(self._long, 1e-9)) + log_m

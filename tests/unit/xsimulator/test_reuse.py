@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.lib.exact_reuse import exact_share
 from tests.fakes import FakeExecutor
 from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
-from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.policies import Blocks, LaneSettings, OneLane, Pool
 from xgpt.core.reuse_distances import ReuseCurve, _greater_before
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import StepRecord
@@ -22,6 +21,27 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import reused_share
 
 BLOCK = 16
+
+
+def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
+    """Return the share of cached prompt tokens if requests run one after the other on the engine's own blocks.
+
+    Args:
+        capacity: number of K/V blocks. The longest request must fit.
+    """
+    prefixes = trace.prefixes
+    assert prefixes is not None
+    blocks, found = Blocks(capacity), 0
+    for number, (length, output) in enumerate(zip(trace.input.tolist(), trace.output.tolist(), strict=True)):
+        chain = prefixes.chain(number, length, block_size)
+        table = blocks.share(blocks.find(chain, (length - 1) // block_size).blocks)
+        found += table.found * block_size
+        for _ in range(-(-(length + output - 1) // block_size) - table.found):
+            blocks.grow(table)
+        chain += prefixes.output_chain(number, length, output, block_size)
+        blocks.name(table, chain, len(chain))
+        blocks.release(table)
+    return float(found / trace.input.sum())
 
 
 def test_greater_values_before_each() -> None:

@@ -17,7 +17,7 @@ SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
 replica with the fewest. The difference may be at most this share of the requests that a replica runs at once. If the
 replica has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less
-work is saved (benchmarks.many_replicas).
+work is saved.
 """
 
 

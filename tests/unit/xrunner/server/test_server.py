@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.lib.engine_threads import EngineThreads, in_threads
+from tests.engine_threads import EngineThreads, in_threads
 from tests.fakes import (
     STAGES,
     FakeExecutor,
