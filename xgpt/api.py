@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from xgpt.checkpoints import hub
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.policies import Rule as Rule
@@ -836,8 +837,8 @@ def _plan(given: Plan | PathLike) -> Plan:
 def _is_fleet(path: PathLike) -> bool:
     """Return whether a file has the fields of a fleet, or False if it cannot be read."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(Path(path).read_bytes())
+    except (OSError, ValueError):
         return False
     return isinstance(found, dict) and "kinds" in found and "intervals" in found
 

@@ -8,7 +8,6 @@ fit. The fit's error is measured on these.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from xgpt.core.errors import InputError, cut, reason_of
+from xgpt.core.documents import read_json
+from xgpt.core.errors import InputError, cut
+from xgpt.core.io import read_text
 from xgpt.core.schema import EngineSpec, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, histogram_of
@@ -215,9 +216,7 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
         InputError: the file is not such a result, or a figure is missing.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError("measured", str(path), f"it cannot be read: {reason_of(error)}; check the path") from None
+        data = read_json(read_text(path, "measured"))
     except ValueError as error:
         raise InputError(
             "measured", str(path), f"it cannot be read as JSON: {error}; give the JSON file that the benchmark wrote"

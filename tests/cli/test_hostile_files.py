@@ -13,6 +13,7 @@ from xgpt.checkpoints import files
 from xgpt.cli import cli
 from xgpt.core.errors import InputError
 
+DOUBLED = "a0: &a0 {x: y}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
 LENGTHS = "input: {{kind: uniform, min: 1, max: {}}}\noutput: {{kind: uniform, min: 1, max: 2}}\n"
 PLAN = ["plan", "--model", "llama-3.1-8b", "--cluster", "h200x1", "--latency-bound", "8", "--objective", "saturated"]
 
@@ -27,6 +28,8 @@ def workload(directory: Path, text: str) -> list[str]:
     ("text", "says"),
     [
         ("a: " + "[" * 20_000 + "]" * 20_000, "nests too deeply"),
+        ("a: &a {b: *a}", "contains itself"),
+        (DOUBLED, "over 250,000 values"),
         ("name: x\nsource: here\n" + LENGTHS.format(2**31), "at most 1048576 lengths"),
     ],
 )

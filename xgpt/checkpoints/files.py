@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from xgpt.checkpoints.families import given_by_default, language_model, tower_of
 from xgpt.checkpoints.fields import unsupported_fields
 from xgpt.checkpoints.readers import OTHER_NAMES, READERS, common
 from xgpt.checkpoints.readers.planned import PLAIN, planned
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
-from xgpt.core.io import parse
+from xgpt.core.io import parse, read_text
 from xgpt.core.schema import DType, ModelSpec
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -163,11 +163,11 @@ def _tokenizer_end(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        value = read_json(read_text(path, "model"))
+    except ValueError as error:
         raise InputError(
             "model", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
         ) from None
@@ -202,9 +202,9 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(read_text(index, "model"))["weight_map"]
         shards = {str(shard): tensor for tensor, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "model", str(index), f"it is not a safetensors index ({error!r}); fetch the checkpoint again"
         ) from None

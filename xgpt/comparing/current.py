@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from xgpt.comparing.flags import Given, count, value_of
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.schema import DType, EngineSpec
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
@@ -167,7 +167,7 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
 def _parts(given: Given) -> dict[str, Any]:
     text = given.get("speculative-config")
     try:
-        parts = {} if text is None else json.loads(text)
+        parts = {} if text is None else read_json(text)
     except ValueError:
         parts = None
     if not isinstance(parts, dict):

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, nearest
 from xgpt.core.io import load_yaml
 from xgpt.core.schema import DType
@@ -171,7 +172,7 @@ class FlagTable:
 def _object(text: str | None) -> dict[str, Any]:
     """Return a flag's value so far as a JSON object, or an empty object if there is none."""
     try:
-        value = json.loads(text or "")
+        value = read_json(text or "")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

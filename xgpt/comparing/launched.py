@@ -12,13 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
-
 from xgpt.comparing.current import CurrentEngine
 from xgpt.comparing.other_engines import read_sglang, read_tensorrt_llm
 from xgpt.comparing.vllm_command import read_vllm
+from xgpt.core.documents import Excess, read_yaml
 from xgpt.core.errors import InputError
-from xgpt.core.io import NO_DOCUMENT, read_text
+from xgpt.core.io import read_text
 from xgpt.core.schema import ClusterSpec
 
 Engine = Literal["vllm", "sglang", "tensorrt-llm"]
@@ -44,6 +43,12 @@ ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 NONE_SET: Mapping[str, str] = MappingProxyType({})
 MOST_LINES = 100
 """Largest number of lines of a quoted text in a command."""
+MOST_TEXT = 1 << 20
+MOST_COMMAND = 1 << 16
+"""Largest number of characters of a command whose variables are replaced by their values."""
+MOST_VARIABLES = 1000
+QUOTES = {"": re.compile(r"\\.|['\"]"), "'": re.compile("'"), '"': re.compile(r'\\.|"')}
+"""For each open quote ("" for none), what may open or close one."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 OF_ENGINES = re.compile(r"(VLLM|SGLANG|SGL|TRTLLM)_(?!.*(API_KEY|LOG|USAGE|STATS|CACHE|HOST|PORT|TRACE|PROFILER)).*")
 """Environment variables that may change how an engine computes."""
@@ -104,17 +109,16 @@ def find_engine(text: str, variables: Mapping[str, str] = NONE_SET) -> Launched:
         InputError: `text` starts no engine, or several different engines.
     """
     text = text.strip()
-    if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
+    if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and os.path.isfile(text):
         text = read_text(Path(text), "current")
     elif " " not in text and Path(text).suffix in (".yaml", ".yml", ".json"):
         raise InputError("current", text, "there is no such file")
     text = _with_values(text, variables)
+    if len(text) > MOST_TEXT:
+        raise InputError("current", shorten(text), f"it has over {MOST_TEXT >> 20} MiB; give the command of one engine")
     documents = _documents(text)
     if documents:
-        try:
-            return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
-        except RecursionError:
-            raise InputError("current", shorten(text), "its YAML contains itself: write it without aliases") from None
+        return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
     return _one(list(in_shell(text)), shorten(text))
 
 
@@ -142,8 +146,10 @@ def _documents(text: str) -> list[Any]:
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
-        return [each for each in yaml.safe_load_all(text) if isinstance(each, dict)]
-    except (yaml.YAMLError, RecursionError, *NO_DOCUMENT):
+        return [each for each in read_yaml(text) if isinstance(each, dict)]
+    except Excess as error:
+        raise InputError("current", shorten(text), f"{error}; give a smaller, flat manifest") from None
+    except ValueError:
         return []
 
 
@@ -163,18 +169,22 @@ def _lines(text: str) -> Iterator[str]:
     lines = text.splitlines()
     at = 0
     while at < len(lines):
-        ends = () if lines[at].lstrip().startswith("#") else range(at, min(at + MOST_LINES, len(lines)))
-        end = next((end for end in ends if _is_closed("\n".join(lines[at : end + 1]))), at)
+        end, quote = at, "" if lines[at].lstrip().startswith("#") else _open_quote("", lines[at])
+        while quote and end + 1 < min(at + MOST_LINES, len(lines)):
+            end += 1
+            quote = _open_quote(quote, lines[end])
+        end = at if quote else end
         yield " ".join(lines[at : end + 1])
         at = end + 1
 
 
-def _is_closed(text: str) -> bool:
-    try:
-        shlex.split(text)
-    except ValueError:
-        return False
-    return True
+def _open_quote(quote: str, line: str) -> str:
+    at = 0
+    while found := QUOTES[quote].search(line, at):
+        at = found.end()
+        if not found[0].startswith("\\"):
+            quote = "" if quote else found[0]
+    return quote
 
 
 def _words(line: str) -> list[str]:
@@ -209,12 +219,14 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
     """
     variables = {} if variables is None else variables
     for words_given in _commands(words):
-        command = [_filled(word, variables) for word in words_given]
+        command = _all_filled(words_given, variables)
         command = command[command[:1] in (["export"], ["env"]) :]
         environment = _assigned(takewhile(ASSIGNMENT.fullmatch, command))
         command = command[len(environment) :]
         if not command:
             variables |= environment
+            if len(variables) > MOST_VARIABLES:
+                raise InputError("current", shorten(words_given[0]), f"it sets over {MOST_VARIABLES} variables")
             continue
         environment = variables | environment
         names = [os.path.basename(word) for word in command]
@@ -303,8 +315,7 @@ def in_manifest(node: Any) -> Iterator[Launched]:
         entrypoint, arguments = _texts(node.get("entrypoint")), _texts(node.get("command"))
         if "args" in node:  # a pod's command is the entrypoint
             entrypoint, arguments = arguments, _texts(node["args"])
-        entrypoint = [_filled(word, environment) for word in entrypoint]
-        arguments = [_filled(word, environment) for word in arguments]
+        entrypoint, arguments = _all_filled(entrypoint, environment), _all_filled(arguments, environment)
         devices = _devices(node)
         for launched in _in_container(node["image"], entrypoint, arguments):
             yield replace(launched, devices=devices, environment=environment)
@@ -353,6 +364,16 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
             name, _, value = each.partition("=")
             variables[name] = value
     return variables
+
+
+def _all_filled(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    filled, size = [], 0
+    for word in words:
+        filled.append(_filled(word, environment))
+        size += len(filled[-1])
+        if size > MOST_COMMAND:
+            raise InputError("current", shorten(word), f"with its variables it has over {MOST_COMMAND:,} characters")
+    return filled
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from xgpt.comparing.flags import (
     types_of,
     value_of,
 )  # fmt: skip
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
@@ -253,7 +254,7 @@ def _as_json(name: str, text: str) -> str:
     if not text.startswith("{"):
         return text
     try:
-        return json.dumps(_without_neutral(json.loads(text), NEUTRAL_PARTS.get(name, {})), sort_keys=True)
+        return json.dumps(_without_neutral(read_json(text), NEUTRAL_PARTS.get(name, {})), sort_keys=True)
     except ValueError:
         return text
 

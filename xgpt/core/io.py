@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from xgpt.core.documents import Excess, read_json, read_yaml
 from xgpt.core.errors import InputError, MachineError, XgptError, nearest_names, reason_of
 from xgpt.core.refusals import refusal
 from xgpt.core.schema.step_log import StepRecord
@@ -113,8 +113,6 @@ def load_cluster_yaml(path: Path) -> Any:
 
 MOST_BYTES = 1 << 28
 """A file of settings that is larger is refused."""
-NO_DOCUMENT = (ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What PyYAML raises for values that are none of their tag, besides its own errors."""
 
 
 def read_text(path: Path, field: str) -> str:
@@ -137,19 +135,16 @@ def read_text(path: Path, field: str) -> str:
 
 def load_yaml(path: Path, field: str) -> Any:
     try:
-        document = yaml.safe_load(read_text(path, field))
-    except yaml.YAMLError as error:
-        summary = " ".join(str(error).split())
-        raise InputError(field, str(path), f"it is not YAML: {summary}; correct the file") from None
-    except RecursionError:
-        raise InputError(field, str(path), "its YAML nests too deeply; give a flat file") from None
-    except NO_DOCUMENT as error:
-        raise InputError(
-            field, str(path), f"it is not YAML: {' '.join(str(error).split())[:100]}; correct the file"
-        ) from None
-    if document is None:
+        documents = read_yaml(read_text(path, field))
+    except Excess as error:
+        raise InputError(field, str(path), f"{error}; give a smaller, flat file") from None
+    except ValueError as error:
+        raise InputError(field, str(path), f"it is not YAML: {error}; correct the file") from None
+    if documents in ([], [None]):
         raise InputError(field, str(path), "it is empty; give a file with content")
-    return document
+    if len(documents) > 1:
+        raise InputError(field, str(path), f"it has {len(documents)} documents; give a file with one")
+    return documents[0]
 
 
 FIELDS_OF_FILES = {
@@ -175,8 +170,8 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         return value
 
     try:
-        data = json.loads(read_text(path, field), parse_int=number, parse_float=number)
-    except (ValueError, RecursionError) as error:  # also numbers with too many digits, and nesting that is too deep
+        data = read_json(read_text(path, field), number)
+    except ValueError as error:
         says = (
             "it is empty"
             if isinstance(error, json.JSONDecodeError) and not error.doc.strip()
@@ -227,8 +222,8 @@ def file_sha256(path: Path) -> str | None:
     The file may be from any version of xgpt. In a version with other fields, the same value has another hash.
     """
     try:
-        return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
-    except (OSError, ValueError, RecursionError):
+        return hashlib.sha256(to_json(read_json(path.read_bytes()))).hexdigest()
+    except (OSError, ValueError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.schema.workload import Histogram, Workload
 from xgpt.core.trace_files import names, text_of
@@ -56,7 +56,7 @@ def _grown(path: Path, field: str, text: str) -> str:
     """
     page = []
     try:
-        for series in json.loads(text)["data"]["result"]:
+        for series in read_json(text)["data"]["result"]:
             labels = dict(series["metric"])
             values = [float(value) for _, value in series.get("values", [series["value"]] if "value" in series else [])]
             # A counter begins anew from zero when its process restarts.
@@ -65,7 +65,7 @@ def _grown(path: Path, field: str, text: str) -> str:
             name = labels.pop("__name__")
             written = [f'{key}="{value}"' for key, value in labels.items()]
             page.append(f"{name}{{{','.join(written)}}} {grown}")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         accepted = "give the answer to a query for the buckets of lengths, such as vllm:request_prompt_tokens_bucket"
         raise InputError(field, str(path), accepted) from None
     return "\n".join(page)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, cut, similar
 from xgpt.core.trace_files import (
     MOST_LINE_BYTES,
@@ -215,12 +216,12 @@ def _documents(path: Path, field: str, first: str, opened: ExitStack) -> Iterato
         return
     check_memory(memory_of(first), path, field)
     try:
-        json.loads(first)
-    except (ValueError, RecursionError) as error:
+        read_json(first)
+    except ValueError as error:
         with_where = f"{path}, line 1"
         try:
-            yield with_where, json.loads(text_of(path, field))
-        except (ValueError, RecursionError):
+            yield with_where, read_json(text_of(path, field))
+        except ValueError:
             raise InputError(with_where, cut(first, 80), f"it must be a JSON object: {error}") from None
         return
     longest = max(4 * len(first) + 4, MOST_LINE_BYTES)  # a file may be one long line
@@ -229,8 +230,8 @@ def _documents(path: Path, field: str, first: str, opened: ExitStack) -> Iterato
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                document = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                document = read_json(line)
+            except ValueError as error:
                 raise InputError(where, cut(line.strip(), 80), f"it must be a JSON object: {error}") from None
             yield where, document
 

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
 from xgpt.core.traces import SUFFIXES
@@ -146,7 +147,7 @@ def build_app(token: str) -> Starlette:
 
     async def ask(request: Request, body: bytes) -> Response:
         try:
-            asked = json.loads(body)
+            asked = read_json(body)
         except ValueError:
             return JSONResponse({"error": "the question is not JSON"}, 400)
         if not isinstance(asked, dict):

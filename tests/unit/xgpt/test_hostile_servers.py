@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 import threading
 import time
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from xgpt.calibrating import read_loads
+from xgpt.cli import cli
 from xgpt.client import served_model
 from xgpt.comparing.launched import find_engine
 from xgpt.core.errors import InputError, MachineError
@@ -72,7 +76,49 @@ def test_keys_are_in_a_regular_file(tmp_path: Path) -> None:
         ApiKeys.read(tmp_path / "keys", [])
 
 
-@pytest.mark.parametrize("text", ["services: &s\n  v: *s\n", "services: " + "[" * 100_000, "replicas: " + "9" * 5000])
+def doubled(first: str, each: str) -> str:
+    return first + "".join(each.format(i, i - 1) for i in range(1, 42))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "services: &s\n  v: *s\n",
+        "services: " + "[" * 100_000,
+        "replicas: " + "9" * 5000,
+        doubled("a0: &a0 [x]\n", "a{0}: &a{0} [*a{1}, *a{1}]\n") + "services: *a41",
+        doubled("A0=xx; ", "A{0}=$A{1}$A{1}; ") + "vllm serve $A41",
+        "".join(f"A{i}=1\n" for i in range(2000)) + "vllm serve m",
+        "echo a\\\x0c" * 8_000,
+        "x" * 3000,
+    ],
+)
 def test_a_manifest_that_is_none_starts_no_engine(text: str) -> None:
     with pytest.raises(InputError, match="current"):
         find_engine(text)
+
+
+NESTED = ["[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, '{"schema_version": ' + "9" * 5000]
+
+
+@pytest.mark.parametrize("text", NESTED, ids=["lists", "objects", "digits"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report {}",
+        "simulate {}",
+        "plan --model {} --cluster h200x1 --latency-bound 8",
+        "plan --model llama-3.1-8b --cluster h200x1 --latency-bound 8 --workload {}",
+        "compare --cluster h200x1 --latency-bound 8 --current 'vllm serve llama-3.1-8b --hf-overrides {text}'",
+        "compare --cluster h200x1 --latency-bound 8 --current 'vllm serve llama-3.1-8b --speculative-config {text}'",
+    ],
+)
+def test_json_that_nests_is_refused_in_a_line(command: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    words = [word.replace("{}", str(path)).replace("{text}", f'"{text}"') for word in shlex.split(command)]
+    with pytest.raises(InputError, match="measured"):
+        read_loads(path)
+    result = CliRunner().invoke(cli, words)
+    assert isinstance(result.exception, InputError), result.exception
+    assert "\n" not in str(result.exception)

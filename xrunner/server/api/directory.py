@@ -7,13 +7,14 @@ special. tokenizer.json decides which tokens surround a prompt, whatever the val
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
+from xgpt.core.io import read_text
 from xrunner.server.api.growth import check_growth
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,13 +34,13 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
         return None
     settings = read_settings(checkpoint)
     try:
-        content = path.read_bytes()
-        check_growth(json.loads(content), str(path))
-        tokenizer = Tokenizer.from_buffer(content)
+        content = read_text(path, "tokenizer")
+        check_growth(read_json(content), str(path))
+        tokenizer = Tokenizer.from_str(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _add_tokens(tokenizer, settings)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise InputError("tokenizer", str(path), f"it cannot be read: {error}; fetch the checkpoint again") from None
     return tokenizer, settings
 
@@ -54,8 +55,8 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(read_text(path, "tokenizer_config"))
+    except ValueError as error:
         raise InputError(
             "tokenizer_config", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
         ) from None

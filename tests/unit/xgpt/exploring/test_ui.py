@@ -114,7 +114,7 @@ def test_the_server_answers_this_page_alone(url: str) -> None:
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
     plain = httpx.post(at(url, "ask"), content=json.dumps(ONE), headers={"Content-Type": "text/plain"})
     assert plain.status_code == 415
-    for wrong in ("[]", "{"):
+    for wrong in ("[]", "{", "[" * 100_000):
         assert (
             httpx.post(at(url, "ask"), content=wrong, headers={"Content-Type": "application/json"}).status_code == 400
         )
