@@ -45,7 +45,7 @@ class Candidates:
             problem.model, problem.cluster, problem.step_profile, self.lengths, problem.max_devices, engine
         )
         self._block_size = BLOCK_SIZE if engine is None else engine.block_size
-        self._max_batch = problem.step_profile.layers[0].decode_attention.batches[-1]
+        self._max_batch = problem.step_profile.largest_batch
         if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
             self._max_batch = min(self._max_batch, engine.max_batch)
         quantile = problem.constraint.planned_quantile

@@ -78,15 +78,20 @@ class Scheduler:
             raise infeasible(self.candidates, kinds)
         return plans
 
-    def ceiling_of(self, found: Found, kind: str) -> Ceiling:
+    def ceiling_of(self, found: Found, kind: str, beyond: float = 1.0) -> Ceiling:
         """Return a ceiling that also covers settings that keep memory full, for which requests wait. The search leaves
         them out, since closed forms do not predict them well.
+
+        Args:
+            beyond: factor by which the simulated throughput of the best plan exceeds the closed form's. Others may
+                exceed theirs as much.
         """
         most = found.ceiling.most
         if most is None:
             return found.ceiling
         rate = max(most, found.draft.estimate.throughput_rps)
-        return found.ceiling._replace(most=upper_bound(self.candidates.spaces(kind, between=True), rate).throughput)
+        bound = upper_bound(self.candidates.spaces(kind, between=True), rate)
+        return found.ceiling._replace(most=beyond * bound.throughput)
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
         return max(self.found(kinds).values(), key=lambda found: objective_value(found.draft)).plan

@@ -202,12 +202,24 @@ def run_simulation(
             requests = _drawn(plan, lengths, num_requests, rng, arrivals)
         measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append, rule)
         tokens = requests.output
+    _check_known(profile, steps)
     times = None
     if own_times or arrivals is not None:
         times = times_of(plan, steps, num_requests, tokens).later(plan.request_path_s)
     kept = {} if times is None else kept_by_class(plan, steps, num_requests)
     run = Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
     return run.in_windows(load) if load is not None else run
+
+
+def _check_known(profile: Profile, steps: Sequence[StepRecord]) -> None:
+    """Raise InputError if a step decodes more requests than the profile has times for: no search plans such a step."""
+    largest = max((len(step.decode) for step in steps), default=0)
+    if largest > profile.largest_batch:
+        raise InputError(
+            "plan",
+            f"a step that decodes {largest} requests",
+            f"the times of the profile end at {profile.largest_batch}: lower the plan's batch, or profile larger ones",
+        )
 
 
 def _closed_loop(

@@ -141,6 +141,8 @@ class Saturated(Objective[Found]):
 
     def rank(self, kinds: Sequence[str]) -> Ranked[Found]:
         constraint, self._ladders = self.scheduler.problem.constraint, {}
+        self._beyond: dict[str, float] = {}
+        """The simulated throughput of each policy's plan, divided by the closed form's, if it is higher."""
         if constraint.sla == "length" or constraint.latency_bound_s is None:
             return {kind: [_valued(plan)] for kind, plan in self.scheduler.found(kinds).items()}
         self._ladders = {kind: Ladder(self.scheduler, kind, self.progress) for kind in kinds}
@@ -161,7 +163,11 @@ class Saturated(Objective[Found]):
         rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # set only without bounds
         ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1].draft))
         stable = {
-            kind: replace(found, draft=self.finish(found.draft), ceiling=self.scheduler.ceiling_of(found, kind))
+            kind: replace(
+                found,
+                draft=self.finish(found.draft),
+                ceiling=self.scheduler.ceiling_of(found, kind, self._beyond.get(kind, 1.0)),
+            )
             for kind, found in ordered
             if found.draft.estimate.throughput_rps > rate
         }
@@ -197,6 +203,7 @@ class Saturated(Objective[Found]):
             cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
             if cannot_win or not seen.refutes(plan):
                 found[kind] = _seen(closed, seen)
+                self._beyond[kind] = max(1.0, seen.throughput_rps / plan.estimate.throughput_rps)
             else:
                 if self.progress is not None:
                     self.progress(0, 1, simulating(kind))

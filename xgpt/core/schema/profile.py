@@ -294,6 +294,11 @@ class Profile(Frozen):
         return tuple((layer.tp_degree, layer.ep_degree) for layer in self.layers)
 
     @property
+    def largest_batch(self) -> int:
+        """The largest number of decoding requests for which the profile has times."""
+        return self.layers[0].decode_attention.batches[-1]
+
+    @property
     def headroom(self) -> float:
         """Default headroom of plans from this profile.
 
