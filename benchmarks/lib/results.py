@@ -58,7 +58,12 @@ def record(name: str, claim: str, table: Iterable[str], **figures: object) -> No
         table: its Markdown lines.
         figures: what {NAME} in the claim stands for.
     """
-    page, _, key = name.partition("/")
+    print("\n".join(store(name, claim, table, **figures).lines()), flush=True)
+    write(name.rpartition("/")[0])
+
+
+def store(name: str, claim: str, table: Iterable[str], **figures: object) -> Result:
+    page, _, key = name.rpartition("/")
     columns, _, *rows = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table)
     result = Result(
         claim=claim,
@@ -69,9 +74,8 @@ def record(name: str, claim: str, table: Iterable[str], **figures: object) -> No
         columns=columns,
         rows=rows,
     )
-    print("\n".join(result.lines()), flush=True)
     keep(page, stored(page) | {key: result})
-    write(page)
+    return result
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

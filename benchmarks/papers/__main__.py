@@ -1,28 +1,26 @@
 """Compare the figures of papers (ExeGPT, ORCA, TCB, PeriFlow) with xgpt's.
 
-    python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--markdown docs/results/papers.md]
+    python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--record]
 
 A part computes some rows of the table. Without named parts, all run, or with --quick only those that neither search nor
-measure. Results of the same commit in the JSON lines are not computed again, so an interrupted run continues. All
-results of a page are from one commit.
+measure. Results of the same commit in the JSON lines are not computed again, so an interrupted run continues. --record
+stores the rows for docs/results/papers.md and the tables for its pictures, all of one commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from benchmarks.lib import results
+from benchmarks.lib.results import record, table
 from benchmarks.papers import drift, exegpt, measured, orca, periflow, tcb
-from benchmarks.papers.claims import Claim, Found, Table, as_markdown, claims_table
+from benchmarks.papers.claims import Claim, Found, Table
 from xgpt.core.io import write_atomic
 
 
@@ -63,43 +61,6 @@ PARTS = {
     "tcb-served": Part(measured.tcb_served, "measure"),
 }
 
-HOW = {
-    "forms": "from closed forms and short simulations",
-    "search": "by searching for schedules",
-    "measure": "by measuring on this machine",
-}
-"""How a kind of part is computed, in words."""
-
-PAGE = """# The papers' figures
-
-This page compares our figures with those in ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP
-'22). Unless a row says "measured", our figure is a prediction from datasheet profiles with one set of efficiencies for
-each kind of device (`configs/devices`), from closed forms, and from simulation. Schedules are found by `xgpt plan
---objective saturated`. No parameter was adjusted to make an individual row fit.
-
-"Holds if" is the goal of a row. If a row does not hold, its outcome depends on an assumption. The column "assumption
-that decides" names this assumption and the value at which the row would hold. Statements of the papers without a figure
-are left out. ExeGPT's Table 4 (times to load weights over PCIe) is also left out; [several devices](devices.md)
-measures loading on CPUs. [Formulas](formulas.md) corrects two of ExeGPT's formulas.
-
-| name | meaning |
-|---|---|
-| FT, DSI | FasterTransformer, DeepSpeed Inference |
-| SLA (a) | the bound limits a quantile of the latencies of all requests (ExeGPT 7.6) |
-| SLA (b) | the bound limits the latency of a request whose output has the quantile's length |
-| TNB | pads requests to the longest of a batch |
-| TTB | batches requests of similar lengths, as TurboTransformers does |
-| TCB | concatenates requests in rows |
-| das, fcfs | TCB's order of admission; the order of arrival |
-| variance | the variance of the lengths |
-| A over B | A's throughput divided by B's, unless the row names another figure |
-| over FT | our throughput divided by FT's |
-
-Unless a row about TCB says otherwise, four times as many requests arrive as TNB can serve. `python -m benchmarks.papers
-PART` computes the rows of a part.
-
-"""
-
 
 class Store:
     """The results of one commit, in lines of JSON; an interrupted run continues where it stopped."""
@@ -133,19 +94,35 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
 
 
-def page(parts: Mapping[str, Sequence[Found]], commit: str) -> str:
-    claims = [(name, one) for name, found in parts.items() for one in found if isinstance(one, Claim)]
-    num_held = sum(claim.holds for _, claim in claims)
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    text = f"{PAGE}{date.today()}, commit {commit}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
-    if missing := [name for name in PARTS if name not in parts]:
-        text += f"Parts that were not run on this commit: {', '.join(missing)}.\n\n"
-    text += claims_table(claims)
-    for name, found in parts.items():
-        make = PARTS[name].make
-        tables = "".join(f"\n{as_markdown(one, 3)}" for one in found if isinstance(one, Table))
-        text += f"\n## {name}\n\nComputed by `{make.__module__}.{make.__name__}` {HOW[PARTS[name].kind]}.\n{tables}"
-    return text
+COLUMNS = ("source", "what", "paper", "ours", "ours / paper", "holds if", "holds", "assumption that decides")
+PAPERS = {"exegpt": ("ExeGPT",), "orca": ("ORCA", "PeriFlow"), "tcb": ("TCB",)}
+"""Results of the page, and the first words of their rows' sources."""
+
+
+def rows_of(claims: Iterable[Claim]) -> list[list[str]]:
+    """Return the cells of rows. An assumption that a row shares with the previous one is not repeated."""
+    rows, last = [], ""
+    for one in claims:
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+        why = "as above" if one.why and one.why == last else one.why
+        rows.append(
+            [one.source, one.what, one.paper, one.ours, ratio, one.held_if, "yes" if one.holds else "**no**", why]
+        )
+        last = one.why
+    return rows
+
+
+def keep_all(found: Sequence[Found]) -> None:
+    claims = [one for one in found if isinstance(one, Claim)]
+    for name, sources in PAPERS.items():
+        group = [one for one in claims if one.source.split()[0] in sources]
+        held = sum(one.holds for one in group)
+        record(
+            f"papers/{name}", "{held} of {rows} rows hold.", table(COLUMNS, rows_of(group)), held=held, rows=len(group)
+        )
+    for one in found:
+        if isinstance(one, Table):
+            results.store(f"figures/papers/{one.title}", one.note, table(one.columns, one.rows))
 
 
 def main() -> None:
@@ -153,7 +130,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="run only parts that neither search nor measure")
     parser.add_argument("--jsonl", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
@@ -162,9 +139,8 @@ def main() -> None:
     for name, part in PARTS.items():
         if name in options.parts or (not options.parts and (part.kind == "forms" or not options.quick)):
             _show(name, store.get(name, part))
-    if options.markdown:
-        parts = {name: store.get(name, part) for name, part in PARTS.items() if store.has(name)}
-        write_atomic(options.markdown, page(parts, store.commit))
+    if options.record:
+        keep_all([one for name, part in PARTS.items() for one in store.get(name, part)])
 
 
 def _show(name: str, found: Sequence[Found]) -> None:

@@ -1,8 +1,7 @@
-"""Define the rows of the comparison with papers, and write their table."""
+"""Rows of the comparison with papers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -63,21 +62,3 @@ def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: 
 
 def judged(source: str, what: str, paper: str, ours: str, held_if: str, holds: bool, why: str = "") -> Claim:
     return Claim(source, what, paper, ours, None, held_if, bool(holds), why)
-
-
-def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
-    rows = [
-        "| source | what | paper | ours | ours / paper | holds if | holds | assumption that decides | part |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for part, c in claims:
-        ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-        cells = [c.source, c.what, c.paper, c.ours, ratio, c.held_if, "yes" if c.holds else "**no**", c.why]
-        rows.append(f"| {' | '.join(cells)} | [{part}](#{part}) |")
-    return "\n".join(rows) + "\n"
-
-
-def as_markdown(table: Table, level: int) -> str:
-    lines = [table.columns, ("---",) * len(table.columns), *table.rows]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    return f"{'#' * level} {table.title}\n\n{table.note + chr(10) * 2 if table.note else ''}{text}\n"
