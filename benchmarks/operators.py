@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from benchmarks.lib.results import record
+from benchmarks.lib.results import record, table
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xgpt.resolve import load_cluster, load_model
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--cluster", action="append", choices=CLUSTERS)
     options = parser.parse_args()
-    lines = ["| device | operator | points | median error | 90th percentile of errors | bias |", ""]
+    rows: list[list[str]] = []
     for name, dtype in product(options.cluster or CLUSTERS, DTYPES):
         cluster = load_cluster(name)
         device = cluster.device
@@ -166,15 +166,13 @@ def main() -> None:
             for field, value in efficiency.model_dump().items():
                 print(f"  {field}: {value:.3g}" if isinstance(value, float) else f"  {field}: {value}")
         kernels = with_efficiency(cluster, efficiency, dtype)
-        label = f"{device.name} {dtype}"
-        for kind, kind_points in found.items():
-            error = errors(kernels, kind_points)
-            median, p90 = (float(100 * np.quantile(np.abs(error), q)) for q in (0.5, 0.9))
-            bias = float(100 * np.median(error))
-            lines.append(f"| {label} | {kind} | {len(kind_points)} | {median:.1f}% | {p90:.1f}% | {bias:+.1f}% |")
-    record(
-        "fidelity/operators", "Datasheet profiles differ from measured times of single operators by this much.", lines
-    )
+        rows.append([f"{device.name} {dtype}"])
+        for kind_points in found.values():
+            sizes = np.abs(errors(kernels, kind_points))
+            rows[-1].append(f"{np.median(sizes):.1%}, {np.quantile(sizes, 0.9):.1%}")
+    columns = ["device", *(f"{kind}: median error, 90%" for kind in PARAMETERS)]
+    claim = "Datasheet profiles differ from measured times of single operators by this much."
+    record("fidelity/operators", claim, table(columns, rows))
 
 
 if __name__ == "__main__":
