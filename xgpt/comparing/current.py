@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from xgpt.comparing.flags import Given, count, value_of
+from xgpt.comparing.flags import Given, count, tables, value_of
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.schema import DType, EngineSpec
@@ -115,14 +115,7 @@ the second token (arXiv 2412.19437 sec. 5.4.3). eagle: 0.59 to 0.66 with 2 to 7 
 (github vllm-project/vllm issue 20780), and 0.53 to 0.7 with 2 draft tokens of EAGLE-3 for Qwen3 (github
 Tencent/AngelSlim).
 """
-METHODS: dict[str, SpeculativeMethod] = {"eagle": "eagle", "eagle3": "eagle3", "ngram": "ngram", "mtp": "mtp"}
-SPEC_FLAGS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
-"""Flags of vLLM that set fields of --speculative-config."""
 WITHOUT = "leave drafts out to compare the command without them"
-NEUTRAL = frozenset(
-    ("model", "method", "num_speculative_tokens", "revision", "code_revision", "max_model_len", "prompt_lookup_max")
-) | {"prompt_lookup_min", "draft_tensor_parallel_size", "draft_sample_method", "disable_padded_drafter_batch"}
-"""Fields of --speculative-config that are read, or whose only effect is on the acceptance."""
 
 
 class Drafts(NamedTuple):
@@ -147,11 +140,12 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     draft, named = parts.get("model"), str(parts.get("method", ""))
     if not named:  # vLLM then derives the method from the draft
         named = "mtp" if draft == model else next((each for each in ("eagle3", "eagle") if each in str(draft)), "")
-    method = METHODS.get("mtp" if named.endswith("_mtp") else named)
+    known = tables()["drafts"]
+    method: SpeculativeMethod | None = known["methods"].get("mtp" if named.endswith("_mtp") else named)
     field = "current: --speculative-config"
     if method is None:
-        raise InputError(field, named or draft, f"xgpt scores only {', '.join(METHODS)}; {WITHOUT}")
-    if other := sorted(set(parts) - NEUTRAL):
+        raise InputError(field, named or draft, f"xgpt scores only {', '.join(known['methods'])}; {WITHOUT}")
+    if other := sorted(set(parts).difference(known["neutral"])):
         raise InputError(
             field, other[0], "xgpt does not score its effect on drafts; leave it out to compare the command without it"
         )
@@ -172,7 +166,7 @@ def _parts(given: Given) -> dict[str, Any]:
         parts = None
     if not isinstance(parts, dict):
         raise InputError("current: --speculative-config", text, "write a JSON object")
-    return parts | {part: given[flag] for flag, part in SPEC_FLAGS.items() if flag in given}
+    return parts | {part: given[flag] for flag, part in tables()["drafts"]["flags"].items() if flag in given}
 
 
 def sglang_drafts(given: Given) -> Drafts | None:

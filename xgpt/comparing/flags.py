@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import yaml
+
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, nearest
 from xgpt.core.io import load_yaml
@@ -25,9 +27,6 @@ DTYPES: dict[str, DType | None] = {
 }  # fmt: skip
 """Data types by the names that all engines use."""
 NO_TABLES = "xgpt has no step times for it"
-DRAFTS = "xgpt does not score its effect on drafts"
-TRANSFER = "xgpt does not score the transfer of K/V between engines"
-SCHEDULE = "it changes the batching of requests in a way that xgpt does not score"
 CAPTURED = "xgpt has step times only for captured CUDA graphs"
 VARIABLE = "it is a shell variable: write its value, or give it with --set NAME=VALUE"
 
@@ -39,10 +38,21 @@ given in parts.
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return versions, flags, aliases and quantisations of released engines. `python -m tools.make_flags` writes their
-    file.
+    """Return versions, flags, aliases and quantisations of released engines, whose file `python -m tools.make_flags`
+    writes, and xgpt's verdicts on them.
     """
-    return dict(json.loads((Path(__file__).parent / "engine_flags.json").read_text(encoding="utf-8")))
+    here = Path(__file__).parent
+    verdicts = yaml.safe_load((here / "verdicts.yaml").read_text(encoding="utf-8"))
+    return verdicts | json.loads((here / "engine_flags.json").read_text(encoding="utf-8"))
+
+
+def refusals(engine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return the flags (or regular expressions for their names) that change an engine's speed or memory in a way that
+    xgpt does not score: for each, the reason and the values without effect.
+    """
+    rows = tables()["refused"][engine].items()
+    flags = ((why, each if isinstance(each, dict) else {key: ["no"] for key in each}) for why, each in rows)
+    return {name: (why, tuple(neutral)) for why, each in flags for name, neutral in each.items()}
 
 
 @dataclass(frozen=True)
@@ -203,34 +213,57 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
         raise InputError(f"current: --{name}", given[name], str(error)) from None
 
 
-def refuse(given: Given, why: Mapping[str, str]) -> None:
+def refuse(given: Given, refused: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
     """Check that no flag changes speed or memory in a way that xgpt does not score.
 
     Args:
-        why: the reason for each refused flag. Keys are names of flags or regular expressions for names.
+        refused: as `refusals` returns them.
 
     Raises:
-        InputError: such a flag is given and switched on.
+        InputError: such a flag is given with a value that has an effect.
     """
     for name, value in given.items():
-        reason = why.get(name) or next((why[pattern] for pattern in why if re.fullmatch(pattern, name)), None)
-        if reason is not None and value != "no":
-            raise InputError(f"current: --{name}", value, f"{reason}; leave the flag out to compare without it")
+        value = _as_json(name, value)
+        why, neutral = refused.get(name) or next(
+            (refused[pattern] for pattern in refused if re.fullmatch(pattern, name)), ("", ())
+        )
+        if why and value not in (*neutral, "{}"):
+            raise InputError(f"current: --{name}", value, f"{why}; leave the flag out to compare without it")
+
+
+def _as_json(name: str, text: str) -> str:
+    """Return a JSON value in a normal form, without fields that have no effect. Return other text unchanged."""
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.dumps(_without_neutral(read_json(text), tables()["neutral_parts"].get(name, {})), sort_keys=True)
+    except ValueError:
+        return text
+
+
+def _without_neutral(value: dict[str, object], neutral: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    for name, part in value.items():
+        if name in neutral and (not neutral[name] or part in neutral[name]):
+            continue
+        inner = _without_neutral(part, neutral) if neutral and isinstance(part, dict) else part
+        if inner != {} or part == {}:
+            kept[name] = inner
+    return kept
 
 
 def types_of(
-    given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
+    given: Given, engine: str, dtypes: Mapping[str, DType | None]
 ) -> tuple[DType | None, DType | None, str | None]:
     """Return the data type of weights, the data type of K/V (None: the model's), and the checkpoint's quantisation.
 
     Args:
         dtypes: data types by the engine's names.
-        kv_names: the engine's names of 8-bit K/V.
-        weights_names: the engine's names of 8-bit quantisations.
 
     Raises:
         InputError: a data type or the quantisation is not known.
     """
+    kv_names, weights_names = tables()["eight_bit_kv"][engine], tables()["eight_bit_weights"][engine]
     weights = value_of(given, "quantization", str, "") or None
     kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
     for flag, value, known in (("kv-cache-dtype", kv, (*dtypes, *kv_names)), ("dtype", name, tuple(dtypes))):

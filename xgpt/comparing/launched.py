@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from xgpt.comparing.current import CurrentEngine
+from xgpt.comparing.flags import tables
 from xgpt.comparing.other_engines import read_sglang, read_tensorrt_llm
 from xgpt.comparing.vllm_command import read_vllm
 from xgpt.core.documents import Excess, read_yaml
@@ -22,22 +23,6 @@ from xgpt.core.schema import ClusterSpec
 
 Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 
-LAUNCHERS: dict[tuple[str, str], Engine] = {
-    ("vllm", "serve"): "vllm",
-    ("-m", "vllm.entrypoints.openai.api_server"): "vllm",
-    ("-m", "dynamo.vllm"): "vllm",
-    ("-m", "sglang.launch_server"): "sglang",
-    ("sglang", "serve"): "sglang",
-    ("-m", "dynamo.sglang"): "sglang",
-    ("-m", "dynamo.trtllm"): "tensorrt-llm",
-}
-PROGRAMS: dict[Engine, tuple[str, ...]] = {
-    "vllm": ("vllm", "serve"),
-    "sglang": ("python3", "-m", "sglang.launch_server"),
-    "tensorrt-llm": ("trtllm-serve",),
-}
-IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
-"""Engines by a part of their images' names."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
 NONE_SET: Mapping[str, str] = MappingProxyType({})
@@ -52,21 +37,6 @@ QUOTES = {"": re.compile(r"\\.|['\"]"), "'": re.compile("'"), '"': re.compile(r'
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 OF_ENGINES = re.compile(r"(VLLM|SGLANG|SGL|TRTLLM)_(?!.*(API_KEY|LOG|USAGE|STATS|CACHE|HOST|PORT|TRACE|PROFILER)).*")
 """Environment variables that may change how an engine computes."""
-DOCKER_SWITCHES = frozenset(
-    ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
-)
-VALUES: dict[str, str] = {
-    "tensorParallelSize": "--tensor-parallel-size",
-    "pipelineParallelSize": "--pipeline-parallel-size",
-    "maxModelLen": "--max-model-len",
-    "maxNumSeqs": "--max-num-seqs",
-    "maxNumBatchedTokens": "--max-num-batched-tokens",
-    "gpuMemoryUtilization": "--gpu-memory-utilization",
-    "dtype": "--dtype",
-    "enableChunkedPrefill": "--enable-chunked-prefill",
-    "enablePrefixCaching": "--enable-prefix-caching",
-}
-"""Flags that the Helm chart of vLLM's production stack makes from fields of `vllmConfig`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +59,8 @@ class Launched:
     def command(self) -> str:
         """The engine's command with those of its variables that change how it computes."""
         variables = [f"{name}={value}" for name, value in self.environment.items() if OF_ENGINES.fullmatch(name)]
-        return shlex.join([*(["env", *variables] if variables else []), *PROGRAMS[self.engine], *self.words])
+        program = tables()["programs"][self.engine]
+        return shlex.join([*(["env", *variables] if variables else []), *program, *self.words])
 
     @property
     def version(self) -> str | None:
@@ -231,9 +202,9 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
         environment = variables | environment
         names = [os.path.basename(word) for word in command]
         for at, word in enumerate(names):
-            pair = (word, names[at + 1] if at + 1 < len(names) else "")
-            if pair in LAUNCHERS:
-                yield Launched(LAUNCHERS[pair], command[at + 2 :], image, environment=environment)
+            after = names[at + 1] if at + 1 < len(names) else ""
+            if (engine := tables()["launchers"].get(f"{word} {after}")) is not None:
+                yield Launched(engine, command[at + 2 :], image, environment=environment)
                 break
             if word == "trtllm-serve":
                 rest = command[at + 1 :]
@@ -241,11 +212,11 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
                 yield Launched("tensorrt-llm", rest, image, environment=environment)
                 break
             if word in ("bash", "sh") and (at == 0 or names[at - 1] == "exec"):
-                script = next((after for flag, after in pairwise(command[at:]) if re.fullmatch(r"-\w*c", flag)), None)
+                script = next((then for flag, then in pairwise(command[at:]) if re.fullmatch(r"-\w*c", flag)), None)
                 if script is not None:
                     yield from in_shell(script)
                     break
-            if word in ("docker", "podman", "nerdctl") and pair[1] == "run":
+            if word in ("docker", "podman", "nerdctl") and after == "run":
                 yield from _in_docker(command[at + 2 :])
                 break
 
@@ -273,7 +244,7 @@ def _in_docker(words: list[str]) -> Iterator[Launched]:
     while at < len(words) and words[at].startswith("-"):
         name, equals, value = words[at].partition("=")
         at += 1
-        takes_none = name in DOCKER_SWITCHES or bool(re.fullmatch(r"-[itdP]+", name))
+        takes_none = name in tables()["docker_switches"] or bool(re.fullmatch(r"-[itdP]+", name))
         if not equals and not takes_none:
             value = words[at] if at < len(words) else ""
             at += 1
@@ -292,7 +263,7 @@ def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> It
         yield from (replace(each, image=image) for each in launched)
         return
     name = image.lower()
-    engine = next((engine for part, engine in IMAGES.items() if part in name), None)
+    engine = next((engine for part, engine in tables()["images"].items() if part in name), None)
     if engine is not None and not re.search(r"router|lmcache-server|frontend", name):
         yield Launched(engine, arguments[1:] if arguments[:1] == ["serve"] else arguments, image)
 
@@ -327,7 +298,7 @@ def in_manifest(node: Any) -> Iterator[Launched]:
 def _of_values(node: dict[str, Any]) -> Launched:
     config = node["vllmConfig"]
     words = [str(node.get("modelURL", ""))] if node.get("modelURL") else []
-    for name, flag in VALUES.items():
+    for name, flag in tables()["helm_values"].items():
         value = config.get(name)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

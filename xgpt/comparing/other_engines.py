@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from xgpt.comparing.current import CurrentEngine, sglang_drafts
-from xgpt.comparing.flags import (
-    CAPTURED,
-    DRAFTS,
-    DTYPES,
-    NO_TABLES,
-    SCHEDULE,
-    TRANSFER,
-    FlagTable,
-    count,
-    refuse,
-    share,
-    types_of,
-    value_of,
-)  # fmt: skip
+from xgpt.comparing.flags import DTYPES, FlagTable, count, refusals, refuse, share, types_of, value_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
 SGLANG = FlagTable.of("sglang", "SGLang")
 TENSORRT_LLM = FlagTable.of("tensorrt-llm", "TensorRT-LLM", abbreviates=False)
-EIGHT_BIT_KV = ("fp8_e4m3", "fp8_e5m2", "fp8")
-EIGHT_BIT_WEIGHTS = ("fp8", "w8a8_fp8", "modelopt", "modelopt_fp8")
 SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
 """Defaults of --chunked-prefill-size: (smallest device memory in GiB, tokens)."""
 SGLANG_REQUESTS = 2048
 """Default of --max-running-requests. K/V memory limits the number further."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
 """Defaults of --max_batch_size and --max_num_tokens."""
-
-SGLANG_REFUSED = {
-    r"speculative-(?!algorithm|num-steps|eagle-topk|num-draft-tokens|draft-model-path).*": DRAFTS,
-    r"enable-multi-layer-eagle": DRAFTS,
-    r"disaggregation-mode": TRANSFER,
-    r"attn-dp-size|moe-dp-size": "xgpt scores experts only if they are divided in the same way as attention",
-    r"attn-cp-size|dcp-size|enable-prefill-cp": NO_TABLES,
-    r"disable-cuda-graph|disable-decode-cuda-graph": CAPTURED,
-    r"enable-torch-compile|enable-two-batch-overlap|enable-single-batch-overlap": NO_TABLES,
-    r"cpu-offload-gb|lora-paths|enable-lora": NO_TABLES,
-    r"enable-hierarchical-cache|enable-lmcache": TRANSFER,
-    r"schedule-conservativeness|enable-priority-scheduling|max-total-tokens": SCHEDULE,
-    r"is-embedding": "xgpt scores only generation",
-}
-"""Flags of SGLang that change speed or memory in a way that xgpt does not score, with the reason."""
-TENSORRT_REFUSED = {
-    r"extra-llm-api-options": "it may contain any setting: give its values as options",
-    r"context-parallel-size|moe-cluster-parallel-size": NO_TABLES,
-    r"max-beam-width": "xgpt scores only sampling",
-    r"server-role|disagg-cluster-uri|metadata-server-config-file": TRANSFER,
-}
 
 
 def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
@@ -62,7 +26,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     given, free = SGLANG.read(words)
     if "config" in given:
         given = SGLANG.read_config(given.pop("config")) | given
-    refuse(given, SGLANG_REFUSED)
+    refuse(given, refusals("sglang"))
     gibibytes = cluster.device.memory_bytes / 2**30
     chunk = next(tokens for least, tokens in SGLANG_CHUNKS if gibibytes >= least)
     tokens = value_of(given, "chunked-prefill-size", count, chunk)
@@ -76,7 +40,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append("radix cache: no hits are counted, since the workload contains only lengths")
     if (most := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
         notes.append(f"cuda-graph-max-bs {most}: steps with more requests are scored as if they were captured, too")
-    dtype, kv_dtype, quantization = types_of(given, DTYPES | {"bf16": "bfloat16"}, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
+    dtype, kv_dtype, quantization = types_of(given, "sglang", DTYPES | {"bf16": "bfloat16"})
     degree = value_of(given, "tp-size", count, 1)
     replicas = value_of(given, "dp-size", count, 1)
     experts = value_of(given, "ep-size", count, 1)
@@ -121,7 +85,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         InputError: TensorRT-LLM does not know an option or its value, or xgpt does not score the option's effect.
     """
     given, free = TENSORRT_LLM.read(words)
-    refuse(given, TENSORRT_REFUSED)
+    refuse(given, refusals("tensorrt-llm"))
     requests = value_of(given, "max-batch-size", count, TENSORRT_REQUESTS)
     tokens = value_of(given, "max-num-tokens", count, TENSORRT_TOKENS)
     notes = [

@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
-
-__all__ = ["PLAIN", "AttentionBackend", "Batch", "PositionBias", "Scoring", "Sequences", "make_batch"]

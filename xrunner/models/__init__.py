@@ -54,6 +54,3 @@ def family_of(spec: ModelSpec) -> type[Model]:
         accepted += "--engine vllm"
         raise InputError("model.quantization", spec.quantization.kind, accepted)
     return FAMILIES[spec.family]
-
-
-__all__ = ["FAMILIES", "DecoderModel", "EncoderDecoderModel", "Model", "family_of"]

@@ -40,16 +40,3 @@ def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
 def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
     """Return the predictions for the settings of one plan, by name. The model describes the plan's lanes."""
     return FORECASTS[settings.kind].estimate(model, settings)
-
-
-__all__ = [
-    "CHOICES",
-    "FORECASTS",
-    "TUNED",
-    "Forecast",
-    "OneLaneModel",
-    "Performance",
-    "TwoLaneModel",
-    "choice_of",
-    "estimate",
-]

@@ -15,5 +15,3 @@ READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EX
 
 OTHER_NAMES: dict[str, Family] = {"mt5": "t5", "gemma3_text": "gemma3"}
 """The family of each model_type whose name differs from its family's."""
-
-__all__ = ["OTHER_NAMES", "READERS", "common"]

@@ -12,24 +12,3 @@ from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.core.policies.rule import OneLaneRule, Rule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
-
-__all__ = [
-    "BlockTable",
-    "Blocks",
-    "Chunk",
-    "LaneSettings",
-    "MicroBatch",
-    "OneLane",
-    "OneLaneRule",
-    "Pool",
-    "Request",
-    "Rule",
-    "Schedule",
-    "Step",
-    "TwoLane",
-    "TwoLaneSettings",
-    "as_run_by",
-    "build",
-    "build_rows",
-    "lane_settings",
-]
