@@ -17,6 +17,8 @@ from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
+from xgpt.core.schema.workload import SessionSpec
+from xgpt.core.sessions import Sessions
 from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
 from xgpt.core.workload import TraceLengths, histogram
 
@@ -190,6 +192,8 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     path = find_config("workloads", name)
     if is_trace(path):
         workload = read_workload(path)
+    elif (sessions := _law(path)) is not None:
+        workload = sessions.workload
     elif path.suffix in _YAML:
         written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
         workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
@@ -210,7 +214,7 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
         InputError: there is no such workload, or it is malformed.
     """
     path = find_config("workloads", name)
-    if path.suffix not in _YAML:
+    if path.suffix not in _YAML or _law(path) is not None:
         return ()
     return parse(load_yaml(path, "workload"), WorkloadSpec, "workload").classes
 
@@ -240,6 +244,25 @@ def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
             raise InputError("rate", f"x{growth.rate:g}", "it needs a log with times as the workload")
         return None
     return LogLoad.of(trace_name(path), read_lengths(path), growth)
+
+
+def load_sessions(name: str) -> Sessions | None:
+    """Return the sessions of a workload, by their law or as a trace names them, or None if it has none."""
+    path = find_config("workloads", name)
+    if path.suffix in _YAML:
+        return _law(path)
+    trace = read_lengths(path) if has_requests(path) else None
+    return None if trace is None or trace.sessions is None else Sessions(trace_name(path), trace)
+
+
+def _law(path: Path) -> Sessions | None:
+    if path.suffix not in _YAML:
+        return None
+    document = load_yaml(path, "workload")
+    if not isinstance(document, dict) or "sessions" not in document:
+        return None
+    spec = parse(document, SessionSpec, "workload")
+    return Sessions.of(spec.name, spec.sessions)
 
 
 def load_trace(name: str) -> TraceLengths | None:

@@ -6,9 +6,11 @@ Times are whole nanoseconds, so a log of the real engine replays without roundin
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from xgpt.core.policies import MicroBatch, Request, Schedule, Step
@@ -90,8 +92,8 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Submit a request that arrives no earlier than any other. A closed loop does so after a request has ended."""
-        self._requests.append(request)
+        """Submit a request that arrives now or later, as a closed loop does after a request has ended."""
+        insort(self._requests, request, lo=self._num_arrived, key=attrgetter("arrival_ns"))
         self._endings.submit(request)
         if request.output_chain:
             self._output_chain[request.id] = request.output_chain

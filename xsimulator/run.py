@@ -19,6 +19,7 @@ from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.core.traces import read_lengths
+from xgpt.core.turns import Chains, TraceSessions
 from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
 from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
@@ -534,11 +535,16 @@ def run_requests(
             )
             for request in requests
         ]
+    elif trace.sessions is not None:
+        chains = Chains(trace.sessions, trace.input, outputs, size)
+        requests = [r._replace(chain=chains.prompt(r.id), output_chain=chains.output(r.id)) for r in requests]
     elif plan.estimate.reuse is not None:
         share, longest = plan.estimate.reuse.share, int(trace.input.max()) // size
         common = [block.to_bytes(4, "big") for block in range(longest)]
         requests = [r._replace(chain=tuple(common[: round(share * r.input_length / size)])) for r in requests]
     clock = clock_of(plan, profile, schedule, on_span)
+    if trace.sessions is not None:
+        return _in_sessions(plan, schedule, clock, requests, trace.sessions)
     if clients is None:
         return SimulatedEngine(schedule, clock, requests).run()
     engine, steps, later = SimulatedEngine(schedule, clock, requests[:clients]), [], iter(requests[clients:])
@@ -547,6 +553,26 @@ def run_requests(
         steps.append(step)
         for request in islice(later, len(step.finished)):
             engine.submit(request._replace(arrival_ns=step.end_ns + path_ns))
+    return steps
+
+
+def _in_sessions(
+    plan: PlanDraft,
+    schedule: Schedule,
+    clock: SimulatedClock,
+    requests: list[SimulatedRequest],
+    sessions: TraceSessions,
+) -> list[StepRecord]:
+    """Run turns of sessions. The first ones arrive at their times, each other one a pause after the turn before it."""
+    path_ns, steps, children = round(1e9 * plan.request_path_s), list[StepRecord](), sessions.children()
+    first = sorted((requests[i] for i in sessions.first.tolist()), key=lambda request: request.arrival_ns)
+    engine = SimulatedEngine(schedule, clock, first)
+    while (step := engine.step()) is not None:
+        steps.append(step)
+        for id_ in step.finished:
+            for child in children.get(id_, ()):
+                pause_ns = path_ns + int(1e9 * sessions.pause_s[child])
+                engine.submit(requests[child]._replace(arrival_ns=step.end_ns + pause_ns))
     return steps
 
 

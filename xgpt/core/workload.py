@@ -9,14 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema.workload import Constant, Histogram, LengthDistribution, TruncatedNormal, Uniform, Workload
+from xgpt.core.schema.workload import (
+    Constant,
+    Histogram,
+    LengthDistribution,
+    LogNormal,
+    TruncatedNormal,
+    Uniform,
+    Workload,
+)
 from xgpt.core.trace_blocks import TracePrefixes
+from xgpt.core.turns import TraceSessions
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,6 +50,7 @@ class TraceLengths(NamedTuple):
         timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
         prefixes: common prefixes of requests, or None if not known.
         begin_s: time of the first request in seconds since 1970, or None if not known.
+        sessions: the sessions whose turns the requests are, or None if not known.
     """
 
     input: Ints
@@ -47,13 +58,15 @@ class TraceLengths(NamedTuple):
     timestamp_s: Floats | None
     prefixes: TracePrefixes | None = None
     begin_s: float | None = None
+    sessions: TraceSessions | None = None
 
     def take(self, order: ArrayLike) -> TraceLengths:
         """Return the requests with these indices, in this order, with unchanged times."""
         places = np.asarray(order, dtype=np.int64)
         times = None if self.timestamp_s is None else self.timestamp_s[places]
         prefixes = None if self.prefixes is None else self.prefixes.take(places)
-        return TraceLengths(self.input[places], self.output[places], times, prefixes, self.begin_s)
+        sessions = None if self.sessions is None else self.sessions.take(places)
+        return TraceLengths(self.input[places], self.output[places], times, prefixes, self.begin_s, sessions)
 
     def since(self, seconds: float) -> TraceLengths:
         """Return the requests from time `seconds` on. Their times count from the first of them.
@@ -93,16 +106,27 @@ def histogram(distribution: LengthDistribution) -> Histogram:
     if len(lengths) > MAX_LENGTHS:
         says = f"a distribution may have at most {MAX_LENGTHS} lengths, starting at min {distribution.min}"
         raise InputError("max", distribution.max, says)
-    mass = (
-        np.ones(len(lengths))
-        if isinstance(distribution, Uniform)
-        else np.array([_normal_mass(k, distribution) for k in lengths])
-    )
+    if isinstance(distribution, Uniform):
+        mass = np.ones(len(lengths))
+    elif isinstance(distribution, LogNormal):
+        edges = np.log(np.arange(distribution.min - 0.5, distribution.max + 1) / distribution.median)
+        scaled = edges / (math.sqrt(2) * spread_of(distribution.median, distribution.p90))
+        mass = np.diff([0.5 * math.erf(edge) for edge in scaled.tolist()])
+    else:
+        mass = np.array([_normal_mass(k, distribution) for k in lengths])
     if mass.sum() == 0:
         raise InputError(
             "mean", distribution, "it is too far from min and max: no length between them has any probability"
         )
     return Histogram(lengths=tuple(lengths), probabilities=tuple((mass / mass.sum()).tolist()))
+
+
+P90 = NormalDist().inv_cdf(0.9)
+
+
+def spread_of(median: float, p90: float) -> float:
+    """Return the standard deviation of a log-normal variable's logarithm."""
+    return math.log(p90 / median) / P90
 
 
 def _normal_mass(k: int, normal: TruncatedNormal) -> float:
@@ -183,12 +207,13 @@ def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: 
         Input and output lengths, each [n].
     """
     return (
-        _draw(workload.input, n, rng, stratified=stratified),
-        _draw(workload.output, n, rng, stratified=stratified),
+        draw(workload.input, n, rng, stratified=stratified),
+        draw(workload.output, n, rng, stratified=stratified),
     )
 
 
-def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified: bool) -> Ints:
+def draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified: bool = True) -> Ints:
+    """Draw `n` lengths. See `sample` for stratified ones. # [n]"""
     if stratified:
         uniforms, sizes = np.empty(n), np.full(n, float(BLOCK))
         sizes[n - n % BLOCK :] = n % BLOCK

@@ -31,7 +31,7 @@ NOT_YET = "first_ns end_ns after ends_with admitted_step first_step last_step jo
 REQUEST = np.dtype(
     _fields("arrival_ns first_ns end_ns admitted_ns")
     + _fields("input output tokens most cached encoded after ends_with", np.int32)  # a run takes as long as its memory
-    + _fields("admitted_step first_step last_step joined_batch joined_step joins_at made ends_at", np.int32)
+    + _fields("admitted_step first_step last_step joined_batch joined_step joins_at made ends_at turn found", np.int32)
 )
 """A request.
 
@@ -53,6 +53,14 @@ NEW = np.zeros(1, REQUEST)
 """A request that has not arrived."""
 for _name in NOT_YET.split():
     NEW[_name] = NONE
+
+TURN = np.dtype(_fields("arrival_ns pause_ns input output tokens most session child common"))
+"""A turn of a session. child: the turn that follows its end after `pause_ns` of that turn, or NONE. common: number of
+prompt tokens that the turn before it, or the shared prefix, has computed.
+"""
+
+SESSION = np.dtype(_fields("kept before after"))
+"""The blocks that are kept of a session, and its neighbours in the queue of least recently used sessions."""
 
 BATCH = np.dtype(
     _fields("decoding held ending context inputs iteration steps phase since_encode")
@@ -90,6 +98,7 @@ LANE = np.dtype(
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
     + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use preempted")
+    + _fields("has_turns num_due shared num_used num_kept first_kept last_kept")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
@@ -103,6 +112,10 @@ LANE = np.dtype(
 - first_step, end_step: steps [first_step, end_step) are running.
 - first_counted, last_counted: requests [first_counted, last_counted) are measured.
 - num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
+- shared, num_used, num_kept: in sessions, numbers of blocks of the prefix that all share (`blocks` leaves them out), of
+  those that running requests have beside it, and of those that are kept between turns.
+- first_kept, last_kept: the least and the most recently used session of which blocks are kept.
+- num_due: number of turns in the heap of those that will arrive.
 - emits: whether an encode step computes first tokens.
 - num_encoded, num_moving, num_arrived, num_joined: under waa, numbers of requests that have been encoded, have begun to
   move to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
@@ -128,6 +141,17 @@ class Stream(NamedTuple):
     arrivals_ns: Ints
     cached: Ints = ()
     tokens: Ints = ()
+
+
+class TurnStream(NamedTuple):
+    """Turns of sessions. First turns have times of arrival. # [turns] each
+
+    Attributes:
+        shared: number of tokens with which all prompts begin.
+    """
+
+    turns: Records
+    shared: int
 
 
 class GoalNs(NamedTuple):
@@ -189,6 +213,9 @@ class RunState(NamedTuple):
     goals: Array
     broken: npt.NDArray[np.int64]
     log: Records
+    turns: Records
+    due: npt.NDArray[np.int64]
+    sessions: Records
 
 
 AT_ONCE = 4096
@@ -244,7 +271,30 @@ class Run(ABC):
             np.zeros((0, 4)),
             np.zeros(0, np.int64),
             np.zeros(1024 if is_logged else 1, LOGGED),
+            np.zeros(1, TURN),
+            np.zeros(1, np.int64),
+            np.zeros(1, SESSION),
         )
+
+    def in_sessions(self, stream: TurnStream) -> None:
+        """Let requests arrive as turns of sessions instead. The run needs a request for each turn."""
+        turns, lane = stream.turns.copy(), self.state.lane[0]
+        first = np.setdiff1d(np.arange(len(turns)), turns["child"])
+        due = np.zeros(len(turns), np.int64)
+        due[: len(first)] = first[np.argsort(turns["arrival_ns"][first], kind="stable")]
+        sessions = np.zeros(int(turns["session"].max()) + 1, SESSION)
+        sessions["before"] = sessions["after"] = NONE
+        self.state = self.state._replace(turns=turns, due=due, sessions=sessions)
+        lane["has_turns"], lane["num_due"], lane["first_kept"], lane["last_kept"] = True, len(first), NONE, NONE
+        lane["shared"] = stream.shared // lane["block_size"]
+        lane["blocks"] -= lane["shared"]
+
+    def of_turns(self, name: str) -> npt.NDArray[np.int64]:
+        """Return a field of the turns' requests. # [turns]"""
+        requests = self.state.requests
+        found = np.full(len(self.state.turns), NONE)
+        found[requests["turn"]] = requests[name]
+        return found
 
     def run(self, limits: KeptBounds | None = None) -> bool:
         """Run until all measured requests have ended. Return False if too many of these requests broke a goal."""

@@ -12,6 +12,7 @@ import numpy as np
 from xsimulator.costs.step_tables import DECODE, HEAD, LAST, NUM_LINES, REST, line_at, stretch_of
 from xsimulator.counts.arrivals import BOTH, NONE
 from xsimulator.counts.compiled import helper
+from xsimulator.counts.turns import FOREVER, arrive, evict, find, follow, grow, keep, next_arrival_ns
 
 
 @helper
@@ -35,7 +36,7 @@ def prompt_of(request):
 
 @helper
 def blocks_to_enter(lane, request):
-    return blocks_of(lane, prompt_of(request) if lane.by_use else request.input + request.most)
+    return blocks_of(lane, prompt_of(request) if lane.by_use else request.input + request.most) - lane.shared
 
 
 @helper
@@ -52,6 +53,11 @@ def admit(s, lane):
     id_ = next_waiting(lane)
     lane.reserved += blocks_to_enter(lane, s.requests[id_])
     lane.num_inside += 1
+    if lane.has_turns:
+        request = s.requests[id_]
+        find(s, lane, id_, prompt_of(request))
+        lane.num_used += blocks_of(lane, prompt_of(request) + (0 if lane.by_use else 1)) - lane.shared
+        evict(s, lane)
     if lane.preempted != NONE:
         lane.preempted = s.requests[id_].after
     else:
@@ -63,14 +69,22 @@ def admit(s, lane):
 def leave(s, lane, id_, more=0):
     """Free a request's blocks. If `by_use`, these contain all its tokens except the last, and `more` further tokens."""
     request = s.requests[id_]
-    lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
+    blocks = blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
+    lane.reserved -= blocks - lane.shared
     lane.num_inside -= 1
+    if lane.has_turns:
+        has = blocks if lane.by_use else blocks_of(lane, request.input + request.output)
+        lane.num_used -= has - lane.shared
+        whole = (request.input + request.output - 1) // lane.block_size
+        keep(s, lane, s.turns[request.turn].session, whole - lane.shared)
 
 
 @helper
 def grows_in(s, batch, context):
-    """Return the iteration, modulo a block's tokens, in which a request with `context` tokens takes its next block."""
-    return (batch.iteration - context + 1) % len(s.grows)
+    """Return the iteration, modulo a block's tokens, in which a request with `context` tokens takes its next block. If
+    the block is reserved, it takes it an iteration earlier.
+    """
+    return (batch.iteration - context + s.lane[0].by_use) % len(s.grows)
 
 
 @helper
@@ -87,7 +101,7 @@ def preempt(s, lane, number):
         else:
             s.requests[before].after, batch.last = NONE, before
         batch.num_encoding -= 1
-        lane.reserved -= blocks_of(lane, prompt_of(s.requests[id_]))
+        give_back(s, lane, id_, prompt_of(s.requests[id_]), s.requests[id_].encoded)
     else:
         while s.requests[id_].ends_at == NONE:
             id_ -= 1
@@ -107,8 +121,19 @@ def preempt(s, lane, number):
         batch.context -= context
         batch.inputs -= request.input
         s.grows[grows_in(s, batch, context)] -= 1
-        lane.reserved -= blocks_of(lane, context - 1)
+        give_back(s, lane, id_, context - 1, context)
     s.requests[id_].after, lane.preempted = lane.preempted, id_
+
+
+@helper
+def give_back(s, lane, id_, tokens, computed):
+    """Free the blocks of a preempted request. Those of the prompt that it has computed stay."""
+    request, blocks = s.requests[id_], blocks_of(lane, tokens) - lane.shared
+    lane.reserved -= blocks
+    if lane.has_turns:
+        lane.num_used -= blocks
+        kept = min(request.input, computed) // lane.block_size - lane.shared
+        keep(s, lane, s.turns[request.turn].session, kept)
 
 
 @helper
@@ -120,12 +145,16 @@ def make_room(s, lane, number):
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
     lane.reserved += s.grows[batch.iteration % len(s.grows)]
+    if lane.has_turns:
+        grow(s, lane, batch, 1)
 
 
 @helper
 def take_in(s, lane):
     """Add the requests that have arrived to the waiting requests."""
-    while lane.tail < len(s.requests) and s.requests[lane.tail].arrival_ns <= lane.now_ns:
+    while next_arrival_ns(s, lane) <= lane.now_ns:
+        if lane.has_turns:
+            arrive(s, lane)
         lane.tail += 1
 
 
@@ -135,7 +164,9 @@ def end(s, lane, id_):
     request, now_ns = s.requests[id_], lane.now_ns
     request.ends_at = NONE
     request.end_ns, request.last_step = now_ns, lane.num_settled
-    if lane.num_sent < len(s.requests):
+    if lane.has_turns:
+        follow(s, lane, id_)
+    elif lane.num_sent < len(s.requests):
         s.requests[lane.num_sent].arrival_ns = now_ns + lane.path_ns
         lane.num_sent += 1
     if not lane.first_counted <= id_ < lane.last_counted:
@@ -166,11 +197,20 @@ def join(s, number, id_, generated):
 
 @helper
 def take_ends(s, number):
-    """Return the first request in the list of those that end in this iteration, and clear the list."""
+    """Return the first request in the list of those that end in this iteration, and clear the list. In sessions, the
+    first one is that which joined first, since blocks are evicted in the order of their release.
+    """
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE
-    return first
+    if not s.lane[0].has_turns:
+        return first
+    turned = NONE
+    while first != NONE:
+        following = s.requests[first].ends_with
+        s.requests[first].ends_with = turned
+        first, turned = following, first
+    return turned
 
 
 @helper
@@ -256,13 +296,13 @@ def decode_on(s, lane, tables, free_ns):
     )
     if not alone or encodes or not batch.decoding:
         return
-    left, until_ns = len(s.ends[0]), np.iinfo(np.int64).max
+    left, until_ns = len(s.ends[0]), FOREVER
     if lane.mix:
         if lane.head < lane.tail:
             if batch.decoding < batch.max_batch and can_admit(s, lane):
                 return
-        elif lane.tail < len(s.requests):
-            until_ns = s.requests[lane.tail].arrival_ns
+        else:
+            until_ns = next_arrival_ns(s, lane)
     elif not lane.refills:
         left = min(left, batch.encode_every - batch.since_encode)
     width, iteration, context, now_ns, most = s.ends.shape[1], batch.iteration, batch.context, lane.now_ns, left
@@ -293,6 +333,8 @@ def decode_on(s, lane, tables, free_ns):
         iteration += 1
         context += decodes
         left -= 1
+    if lane.has_turns:
+        grow(s, lane, batch, most - left)
     batch.iteration, batch.context = iteration, context
     batch.since_encode += most - left
     batch.num_decode_steps += most - left

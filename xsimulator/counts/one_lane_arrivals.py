@@ -30,6 +30,7 @@ from xsimulator.counts.counting import (
     take_ends,
     take_in,
 )
+from xsimulator.counts.turns import FOREVER, grow, next_arrival_ns
 
 MANY = np.iinfo(np.int64).max // 2
 
@@ -102,16 +103,16 @@ def go_on(s, tables, free_ns):
         take_in(s, lane)
         while issue(s, lane, tables, free_ns, scratch, costs_ns):
             pass
-        is_under_way = lane.first_step < lane.end_step
+        is_under_way, arrival_ns = lane.first_step < lane.end_step, next_arrival_ns(s, lane)
         next_ns = s.steps[lane.first_step % len(s.steps)].end_ns
-        if is_under_way and (lane.tail == len(s.requests) or next_ns <= s.requests[lane.tail].arrival_ns):
+        if is_under_way and next_ns <= arrival_ns:
             lane.now_ns = next_ns
             settle(s, lane)
             take_in(s, lane)
             if lane.first_step == lane.end_step:
                 decode_on(s, lane, tables, free_ns)
-        elif lane.tail < len(s.requests):
-            lane.now_ns = s.requests[lane.tail].arrival_ns
+        elif arrival_ns < FOREVER:
+            lane.now_ns = arrival_ns
         else:
             break
     return True
@@ -155,6 +156,8 @@ def next_step(s, lane, number, step):
         return False
     if lane.by_use:
         make_room(s, lane, number)
+    elif lane.has_turns and batch.decoding and not lane.prompts_first:
+        grow(s, lane, batch, 1)
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
         if not waits_for_others(s, lane, batch):
@@ -170,6 +173,8 @@ def next_step(s, lane, number, step):
     step.does_decode = batch.decoding > 0 and (mixes or not (encodes or batch.num_encoding > 0))
     if not encodes and not step.does_decode:
         return False
+    if lane.has_turns and lane.prompts_first and step.does_decode:
+        grow(s, lane, batch, 1)
     batch.since_encode = 0 if encodes else batch.since_encode + 1
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 
@@ -20,6 +20,22 @@ class TruncatedNormal(Frozen):
     sd: PositiveFloat
     min: PositiveInt = 1
     max: PositiveInt
+
+
+class LogNormal(Frozen):
+    """A log-normal distribution, given by two quantiles and cut at `min` and `max`."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    median: PositiveFloat
+    p90: PositiveFloat
+    min: PositiveInt = 1
+    max: PositiveInt
+
+    @model_validator(mode="after")
+    def _check(self) -> LogNormal:
+        if self.p90 <= self.median:
+            raise ValueError(f"p90: {self.p90:g} must be above the median, {self.median:g}")
+        return self
 
 
 class Uniform(Frozen):
@@ -61,7 +77,66 @@ class Histogram(Frozen):
         return self
 
 
-LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")]
+LengthDistribution = Annotated[
+    TruncatedNormal | LogNormal | Uniform | Constant | Histogram, Field(discriminator="kind")
+]
+
+
+class Pause(Frozen):
+    """Seconds from a turn's end to the next turn: tools run, or a user reads. Log-normal, or one value."""
+
+    median_s: NonNegativeFloat
+    """Median, in seconds."""
+    p90_s: NonNegativeFloat | None = None
+    """90th percentile, in seconds. None means that all pauses are equal."""
+    max_s: PositiveFloat = 86_400.0
+    """Longest pause. A session that pauses for longer has ended."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Pause:
+        if self.p90_s is not None and not 0 < self.median_s <= self.p90_s <= self.max_s:
+            raise ValueError("p90_s: give 0 < median_s <= p90_s <= max_s")
+        return self
+
+
+class Subagents(Frozen):
+    """Sessions that a turn forks. They begin with the context of that turn, whose session waits for their end."""
+
+    share: float = Field(gt=0, lt=1)
+    """Share of turns that fork."""
+    turns: LengthDistribution
+    """Turns of a forked session."""
+
+
+class SessionLaw(Frozen):
+    """Sessions: each turn's prompt is all that was said before, and a little more."""
+
+    turns: LengthDistribution
+    """Number of turns of a session."""
+    shared_prefix: NonNegativeInt = 0
+    """Tokens with which all sessions begin: system prompt and tools."""
+    first_input: LengthDistribution
+    """Further tokens of the first prompt."""
+    added_input: LengthDistribution
+    """Tokens that each later prompt adds: what the tool or the user said."""
+    output: LengthDistribution
+    """Output tokens of a turn."""
+    left_out: float = Field(default=0.0, ge=0, le=1)
+    """Share of each output (reasoning) that later prompts leave out."""
+    pause: Pause
+    """Time from a turn's end to the next turn."""
+    max_context: PositiveInt
+    """A session ends before a turn would exceed this number of prompt and output tokens."""
+    subagents: Subagents | None = None
+    """Forked sessions. None means that there are none."""
+
+
+class SessionSpec(Frozen):
+    """The content of a workload file of sessions."""
+
+    name: str
+    source: str
+    sessions: SessionLaw
 
 
 class RequestClass(Frozen):

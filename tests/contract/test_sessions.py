@@ -1,0 +1,106 @@
+"""Sessions: both clocks agree on what turns find in the cache, and when they end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import xgpt
+from xgpt.core import policies
+from xgpt.core.schema import PlanDraft, Profile
+from xgpt.core.schema.workload import SessionLaw
+from xgpt.core.sessions import draw_sessions
+from xgpt.core.workload import TraceLengths
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.events import replay
+from xsimulator.run import run_requests
+from xsimulator.sessions import counted_turns, logged_turns
+
+LAW = {
+    "turns": {"kind": "uniform", "min": 2, "max": 8},
+    "first_input": {"kind": "uniform", "min": 200, "max": 900},
+    "added_input": {"kind": "uniform", "min": 20, "max": 400},
+    "output": {"kind": "uniform", "min": 1, "max": 200},
+    "pause": {"median_s": 2, "p90_s": 8},
+    "max_context": 8000,
+}
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return xgpt.profile(model="llama-3.1-8b", cluster="h100x1")
+
+
+def _plan(profile: Profile, kv: str, policy: str, blocks: int) -> PlanDraft:
+    plan = xgpt.plan(
+        model="llama-3.1-8b",
+        cluster="h100x1",
+        workload="azure-conv",
+        latency_bound_s=None,
+        objective="saturated",
+        policy=policy,  # type: ignore[arg-type]
+        kv=kv,  # type: ignore[arg-type]
+        profile=profile,
+    )
+    return plan.but(stages=tuple(stage.but(kv_blocks=blocks) for stage in plan.stages))
+
+
+def _sent(count: int, rate: float, **law: object) -> TraceLengths:
+    rng = np.random.default_rng(1)
+    trace = draw_sessions(SessionLaw.model_validate(LAW | law), count, rng)
+    assert trace.sessions is not None
+    times = np.zeros(len(trace.input))
+    times[trace.sessions.first] = np.cumsum(rng.exponential(1 / rate, count))
+    return trace._replace(timestamp_s=times)
+
+
+@pytest.mark.parametrize("policy", ["chunked", "orca"])
+@pytest.mark.parametrize("kv", ["reserve", "quantile"])
+def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy: str) -> None:
+    trace = _sent(60, 4.0)
+    for blocks in (2500, 1200, 500):  # much, little and hardly any room between turns
+        plan = _plan(profile, kv, policy, blocks)
+        counted = counted_turns(plan, lanes_of(plan, profile), trace)
+        engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
+        assert counted is not None
+        assert (counted.cached == engine.cached).all()
+        assert (counted.end_s == engine.end_s).all() and (counted.first_s == engine.first_s).all()
+
+
+def test_a_shared_prefix_is_found_by_all_sessions(profile: Profile) -> None:
+    trace, plan = _sent(60, 4.0, shared_prefix=1600, left_out=0.5), _plan(profile, "quantile", "chunked", 2500)
+    counted = counted_turns(plan, lanes_of(plan, profile), trace)
+    engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
+    assert counted is not None
+    assert counted.reused_share == pytest.approx(engine.reused_share, abs=0.02)
+    assert counted.ttft_s.mean() == pytest.approx(engine.ttft_s.mean(), rel=0.05)
+
+
+def test_a_turn_follows_the_end_of_the_turn_before_it(profile: Profile) -> None:
+    plan, trace = (
+        _plan(profile, "quantile", "chunked", 20_000),
+        _sent(30, 2.0, subagents={"share": 0.3, "turns": {"kind": "constant", "value": 2}}),
+    )
+    log = run_requests(plan, profile, trace, int(trace.output.max()))
+    times, sessions = logged_turns(plan, trace, log), trace.sessions
+    assert sessions is not None and not sessions.is_plain
+    later = np.flatnonzero(sessions.after >= 0)
+    gaps = times.arrived_s[later] - times.end_s[sessions.after[later]]
+    assert np.allclose(gaps, sessions.pause_s[later], atol=1e-6)
+    # With so much memory, a turn finds all whole blocks that it continues, be they its own session's or its parent's.
+    # The last token of an answer has no K/V.
+    like = sessions.like[later]
+    most = np.minimum(trace.input[later] - 1, trace.input[like] + trace.output[like] - 1)
+    whole = np.minimum(sessions.common[later], most) // plan.block_size * plan.block_size
+    assert (times.cached[later] == whole).all()
+    assert replay(policies.build(plan), log) == log
+
+
+def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
+    plan, trace = _plan(profile, "quantile", "chunked", 20_000), _sent(20, 2.0)
+    assert trace.sessions is not None
+    apart = trace._replace(sessions=replace(trace.sessions, common=np.zeros_like(trace.sessions.common)))
+    log = run_requests(plan, profile, apart, int(trace.output.max()))
+    assert logged_turns(plan, apart, log).reused_share == 0

@@ -1,0 +1,147 @@
+"""Parts of the compiled runs of sessions: turns that arrive after others have ended, and K/V kept between them.
+
+Turns of one session are never served at the same time, and the blocks of a session are released together, the last
+block first. So the queue of least recently used blocks is a queue of sessions, each with its first `kept` blocks. The
+prefix that all sessions share is never evicted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xsimulator.counts.arrivals import NONE
+from xsimulator.counts.compiled import helper
+
+FOREVER = np.iinfo(np.int64).max
+
+
+@helper
+def is_before(s, a, b):
+    first, other = s.turns[a].arrival_ns, s.turns[b].arrival_ns
+    return first < other or (first == other and a < b)
+
+
+@helper
+def expect(s, lane, turn):
+    """Add a turn to the heap of those that will arrive."""
+    place = lane.num_due
+    lane.num_due += 1
+    while place and is_before(s, turn, s.due[(place - 1) // 2]):
+        s.due[place] = s.due[(place - 1) // 2]
+        place = (place - 1) // 2
+    s.due[place] = turn
+
+
+@helper
+def take_due(s, lane):
+    """Remove and return the turn that arrives first."""
+    found = s.due[0]
+    lane.num_due -= 1
+    turn, place = s.due[lane.num_due], 0
+    while 2 * place + 1 < lane.num_due:
+        child = 2 * place + 1
+        if child + 1 < lane.num_due and is_before(s, s.due[child + 1], s.due[child]):
+            child += 1
+        if not is_before(s, s.due[child], turn):
+            break
+        s.due[place] = s.due[child]
+        place = child
+    s.due[place] = turn
+    return found
+
+
+@helper
+def next_arrival_ns(s, lane):
+    """Return when the next request arrives, or `FOREVER`."""
+    if lane.has_turns:
+        return s.turns[s.due[0]].arrival_ns if lane.num_due else FOREVER
+    return s.requests[lane.tail].arrival_ns if lane.tail < len(s.requests) else FOREVER
+
+
+@helper
+def arrive(s, lane):
+    """Make a request of the turn that arrives first."""
+    number = take_due(s, lane)
+    turn, request = s.turns[number], s.requests[lane.tail]
+    request.turn, request.arrival_ns = number, turn.arrival_ns
+    request.input, request.output, request.tokens, request.most = turn.input, turn.output, turn.tokens, turn.most
+    request.cached = NONE
+
+
+@helper
+def follow(s, lane, id_):
+    """Let the turn after a turn that ends now arrive after its pause."""
+    child = s.turns[s.requests[id_].turn].child
+    if child != NONE:
+        s.turns[child].arrival_ns = lane.now_ns + s.turns[child].pause_ns
+        expect(s, lane, child)
+
+
+@helper
+def unlink(s, lane, number):
+    """Take a session out of the queue, and return how many of its blocks were kept."""
+    session = s.sessions[number]
+    if session.before == NONE:
+        lane.first_kept = session.after
+    else:
+        s.sessions[session.before].after = session.after
+    if session.after == NONE:
+        lane.last_kept = session.before
+    else:
+        s.sessions[session.after].before = session.before
+    kept = session.kept
+    lane.num_kept -= kept
+    session.kept, session.before, session.after = 0, NONE, NONE
+    return kept
+
+
+@helper
+def keep(s, lane, number, blocks):
+    """Keep a session's first blocks as those that were used last."""
+    if blocks <= 0:
+        return
+    session = s.sessions[number]
+    session.kept, session.before, session.after = blocks, lane.last_kept, NONE
+    if lane.last_kept == NONE:
+        lane.first_kept = number
+    else:
+        s.sessions[lane.last_kept].after = number
+    lane.last_kept = number
+    lane.num_kept += blocks
+
+
+@helper
+def evict(s, lane):
+    """Evict blocks of the sessions that were used least recently, until the others fit."""
+    while lane.num_used + lane.num_kept > lane.blocks and lane.first_kept != NONE:
+        session, excess = s.sessions[lane.first_kept], lane.num_used + lane.num_kept - lane.blocks
+        if excess < session.kept:
+            session.kept -= excess
+            lane.num_kept -= excess
+        else:
+            unlink(s, lane, lane.first_kept)
+
+
+@helper
+def find(s, lane, id_, context):
+    """Give an entering turn the blocks that are kept of its prompt. Blocks that it does not continue are forgotten."""
+    request = s.requests[id_]
+    turn = s.turns[request.turn]
+    kept = unlink(s, lane, turn.session) if s.sessions[turn.session].kept else 0
+    found = min(lane.shared + kept, (context - 1) // lane.block_size)
+    if request.cached == NONE:  # otherwise it was preempted, and continues its own blocks
+        found = min(found, turn.common // lane.block_size)
+        request.found = found * lane.block_size
+    request.cached = found * lane.block_size
+
+
+@helper
+def grow(s, lane, batch, steps):
+    """Give the decoding requests the blocks that they take within this number of steps."""
+    size = len(s.grows)
+    if steps >= size:
+        for i in range(size):
+            lane.num_used += steps // size * s.grows[i]
+    for i in range(batch.iteration, batch.iteration + steps % size):
+        lane.num_used += s.grows[i % size]
+    evict(s, lane)

@@ -1,0 +1,141 @@
+"""Simulate sessions on one replica of a plan: whose turns wait how long, and what they find in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.core.schema import PlanDraft, Profile, StageLane
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.turns import FIRST, Floats, Ints
+from xgpt.core.workload import TraceLengths
+from xsimulator.costs.step_cost import LaneCost, lanes_of
+from xsimulator.counts.arrivals import TURN, Stream, TurnStream
+from xsimulator.counts.counted_run import counted_run
+from xsimulator.forecast import FORECASTS
+from xsimulator.lengths import decoded
+from xsimulator.run import run_requests
+
+
+@dataclass(frozen=True, eq=False)
+class TurnTimes:
+    """What happened to the turns of a run. # [turns] each
+
+    Attributes:
+        arrived_s, first_s, end_s: times at which a client sends a turn, and gets its first and its last token.
+        cached: number of prompt tokens that were found in the cache.
+    """
+
+    trace: TraceLengths
+    arrived_s: Floats
+    first_s: Floats
+    end_s: Floats
+    cached: Ints
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean time of each further output token, 0 for a single token."""
+        return (self.end_s - self.first_s) / np.maximum(self.trace.output - 1, 1)
+
+    @property
+    def whole_s(self) -> Floats:
+        return self.end_s - self.arrived_s
+
+    def of_sessions(self, values: Floats) -> Floats:
+        """Return the sum of a figure over the turns of each session. # [sessions]"""
+        assert self.trace.sessions is not None
+        return np.bincount(self.trace.sessions.session, values).astype(float)
+
+    @property
+    def reused_share(self) -> float:
+        return float(self.cached.sum() / self.trace.input.sum())
+
+    def reused_by_turn(self, most: int = 10) -> list[float]:
+        """Return the share of prompt tokens that the first, second, ... turn of sessions finds."""
+        assert self.trace.sessions is not None
+        place = places_in_sessions(self.trace)
+        found = [place == i for i in range(most)]
+        return [float(self.cached[each].sum() / self.trace.input[each].sum()) for each in found if each.any()]
+
+
+def places_in_sessions(trace: TraceLengths) -> Ints:
+    """Return for each turn how many turns it follows, one after the other. # [turns]"""
+    assert trace.sessions is not None
+    place = np.zeros(len(trace.input), np.int64)
+    for turn, after in enumerate(trace.sessions.after.tolist()):
+        place[turn] = 0 if after == FIRST else place[after] + 1
+    return place
+
+
+def run_sessions(
+    plan: PlanDraft, profile: Profile, trace: TraceLengths, *, lanes: Mapping[StageLane, LaneCost] | None = None
+) -> TurnTimes:
+    """Run sessions whose first turns arrive at the trace's times: by counts if possible, else on the simulated engine.
+
+    Args:
+        lanes: the costs of the plan's steps, if they are known.
+    """
+    counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace)
+    return (
+        logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
+        if counted is None
+        else counted
+    )
+
+
+def counted_turns(plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], trace: TraceLengths) -> TurnTimes | None:
+    """Run sessions by counts. Return None if the plan or the sessions cannot be counted."""
+    sessions = trace.sessions
+    assert sessions is not None and trace.timestamp_s is not None
+    if (
+        "both" not in lanes
+        or not plan.shares_prompts
+        or not sessions.is_plain
+        or not FORECASTS[plan.policy.kind].stations.admits_each_step
+    ):
+        return None
+    outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
+    turns = np.zeros(len(trace.input), TURN)
+    path_ns = round(1e9 * plan.request_path_s)
+    after = sessions.after != FIRST
+    turns["input"], turns["output"], turns["tokens"] = trace.input, outputs, trace.output
+    turns["most"], turns["session"], turns["common"] = outputs.max(), sessions.session, sessions.common
+    turns["arrival_ns"] = (1e9 * trace.timestamp_s).astype(int)
+    turns["pause_ns"], turns["child"] = path_ns + (1e9 * sessions.pause_s).astype(int), -1
+    turns["child"][sessions.after[after]] = np.flatnonzero(after)
+    run = counted_run(plan, lanes, Stream(trace.input, outputs, int(outputs.max()), turns["arrival_ns"]))
+    if run is None:
+        return None
+    run.in_sessions(TurnStream(turns, _shared(trace)))
+    run.run()
+    arrived, first, end = (1e-9 * run.of_turns(name).astype(float) for name in ("arrival_ns", "first_ns", "end_ns"))
+    return TurnTimes(trace, arrived, first + plan.request_path_s, end + plan.request_path_s, run.of_turns("found"))
+
+
+def _shared(trace: TraceLengths) -> int:
+    assert trace.sessions is not None
+    return int(trace.sessions.common[trace.sessions.after == FIRST].min())
+
+
+def logged_turns(plan: PlanDraft, trace: TraceLengths, log: Sequence[StepRecord]) -> TurnTimes:
+    """Return the times of the turns in a log of either engine."""
+    count = len(trace.input)
+    arrived, first, end = (np.full(count, np.nan) for _ in range(3))
+    cached = np.full(count, -1)
+    for record in log:
+        for arrival in record.arrivals:
+            arrived[arrival.id] = 1e-9 * arrival.arrival_ns
+        for id_, start, length in record.encode:
+            if cached[id_] < 0:
+                cached[id_] = start
+            if start + length >= trace.input[id_] and np.isnan(first[id_]):
+                first[id_] = 1e-9 * record.end_ns
+        for id_ in record.finished:
+            end[id_] = 1e-9 * record.end_ns
+    return TurnTimes(trace, arrived, first + plan.request_path_s, end + plan.request_path_s, cached)
