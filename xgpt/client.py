@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
-from xgpt.connection import Connection, Failure, within
+from xgpt.connection import Connection, Failure, own_api_key, within
 from xgpt.core.errors import InputError, MachineError, reason_of
 from xgpt.core.schema.report import TokensFrom
+from xgpt.metrics_pages import read_samples
 
 OK = 200
 ANSWER_TIMEOUT_S = 30.0
@@ -359,13 +358,7 @@ def busy_of_workers(url: str) -> dict[str, float]:
         MachineError: the server does not answer.
     """
     time.sleep(TOLD_WITHIN_S)
-    try:
-        text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).text
-    except httpx.HTTPError as error:
-        raise MachineError(f"{url}/metrics does not answer: {error}; check that the server is running") from None
-    return {
-        sample.labels["process"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "xgpt_busy_seconds_total"
-    }
+    samples = read_samples(url, ["xgpt_busy_seconds_total{"], TIMEOUT_S, own_api_key())
+    if samples is None:
+        raise MachineError(f"{url}/metrics does not answer: check that the server is running")
+    return {sample.labels["process"]: sample.value for sample in samples}

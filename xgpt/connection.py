@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of the load client: h11 for the protocol, and asyncio's streams for the network.
+"""HTTP/1.1 connections to servers of others: h11 for the protocol, and asyncio's streams for the network.
 
 The load client shares the machine with the measured engine, and on a few cores it takes time from the engine. A request
 takes 1.6 ms of a core's time with httpx, and 0.6 ms with this module.
@@ -10,6 +10,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -74,6 +75,32 @@ async def within(seconds: float, work: Awaitable[T], late: str) -> T:
         raise TimeoutError(f"{late} within {seconds:g} s") from None
 
 
+def answer_of(
+    url: str, *, seconds: float, body: bytes = b"", most: int = MOST_BYTES, api_key: str | None = None
+) -> tuple[int, bytes]:
+    """Ask a server once, and return its answer's status and body. Redirects are not followed.
+
+    Args:
+        seconds: limit on the whole exchange, however slowly the server sends.
+        body: JSON to post. Without it, the request is a GET.
+        most: limit on the answer's bytes.
+
+    Raises:
+        OSError, h11.ProtocolError: the request failed (see `Failure`).
+        InputError: `url` is not an http or https URL.
+    """
+
+    async def ask() -> tuple[int, bytes]:
+        connection = Connection(url, api_key=api_key, most=most)
+        try:
+            return await connection.ask("POST" if body else "GET", "", body), await connection.read_all()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as apart:  # the caller may run in an event loop
+        return apart.submit(asyncio.run, within(seconds, ask(), "no whole answer")).result()
+
+
 class Connection:
     """A connection to one server. It carries one request at a time.
 
@@ -83,12 +110,15 @@ class Connection:
     Args:
         url: URL of the server. A path in it becomes a prefix of all requests' paths.
         ca_file: certificate authorities for an https server. None means the default of `tls_context`.
+        most: limit on the bytes of an answer that is read as a whole. None means `MOST_BYTES`.
 
     Raises:
         InputError: `url` is not an http or https URL, or `ca_file` contains no certificate.
     """
 
-    def __init__(self, url: str, ca_file: Path | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, ca_file: Path | None = None, api_key: str | None = None, most: int | None = None
+    ) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -99,6 +129,8 @@ class Connection:
         self._tls = tls_context(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        self._query = "?" + quote(parts.query, safe="/?%:@!$&'()*+,;=~") if parts.query else ""
+        self._most = most or MOST_BYTES
         address = parts.netloc.rpartition("@")[2]
         self._headers = [("host", address if address.isascii() else address.encode("idna").decode()), ("accept", "*/*")]
         if api_key is not None:
@@ -122,7 +154,7 @@ class Connection:
         if body:
             headers = [*headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
         events = (
-            h11.Request(method=method, target=self._prefix + path, headers=headers),
+            h11.Request(method=method, target=(self._prefix + path or "/") + self._query, headers=headers),
             *([h11.Data(data=body)] if body else []),
             h11.EndOfMessage(),
         )
@@ -147,13 +179,13 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """Return the rest of the response's body, at most `MOST_BYTES`. Errors are as in `ask`."""
+        """Return the rest of the response's body. Errors are as in `ask`."""
         body = bytearray()
         while (piece := await self.read()) is not None:
             body += piece
-            if len(body) > MOST_BYTES:
+            if len(body) > self._most:
                 self.close()
-                raise h11.RemoteProtocolError(f"its answer has over {MOST_BYTES >> 20} MiB")
+                raise h11.RemoteProtocolError(f"its answer has over {self._most >> 20} MiB")
         return bytes(body)
 
     def close(self) -> None:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from xgpt.connection import tls_context
 from xgpt.core.errors import InputError
 from xgpt.core.network import address_text
+from xgpt.metrics_pages import read_samples
 
 ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 BEGAN = "xgpt_prompt_tokens_created"
 """A metric that prometheus_client adds: the time at which a counter began, which is the start of the server."""
+READ = (ENDED, RUNNING, WAITING, PROMPT, OUTPUT, BEGAN)
 TIMEOUT_S = 2.0
-MAX_PAGE_BYTES = 4 << 20
 FORGET_S = 3600.0
 """Seconds after which the counters of a replica that has not answered are forgotten."""
 AT_ONCE = 16
@@ -107,9 +105,7 @@ class LoadReader:
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
         self._targets, self._num_kinds = targets, num_kinds
-        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._headers = {"Accept-Encoding": "identity", **key}
-        self._tls = tls_context()
+        self._api_key = api_key
         self._before: dict[str, tuple[float, Counts]] = {}
         """Time and counters of each replica's last answer, even if the replica did not answer the last reading."""
         self._read_s: float | None = None
@@ -160,40 +156,15 @@ class LoadReader:
 
     def _counts(self, address: tuple[int, str]) -> tuple[int, str, Counts | None]:
         kind, url = address
-        text = asyncio.run(self._page(f"{url}/metrics"))
-        return kind, url, None if text is None else read_counts(text)
-
-    async def _page(self, url: str) -> str | None:
-        page = bytearray()
-        with suppress(httpx.HTTPError, TimeoutError):
-            async with (
-                asyncio.timeout(TIMEOUT_S),
-                httpx.AsyncClient(
-                    timeout=TIMEOUT_S, trust_env=False, headers=self._headers, verify=self._tls
-                ) as client,
-                client.stream("GET", url) as answer,
-            ):
-                async for part in answer.aiter_raw():
-                    page += part
-                    if len(page) > MAX_PAGE_BYTES:
-                        return None
-                return page.decode(errors="replace") if answer.is_success else None
-        return None
+        samples = read_samples(url, READ, TIMEOUT_S, self._api_key)
+        return kind, url, None if samples is None else read_counts(samples)
 
 
-def read_counts(text: str) -> Counts | None:
-    """Return a replica's counters from its /metrics page, or None if counters are missing, negative or not finite.
-
-    >>> read_counts("xgpt_requests_running 2.0") is None
-    True
-    """
+def read_counts(samples: Iterable[Sample]) -> Counts | None:
+    """Return a replica's counters from its page, or None if counters are missing, negative or not finite."""
     found: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    except ValueError:
-        return None
+    for sample in samples:
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
     if RUNNING not in found or WAITING not in found:
         return None
     ended = found.get(ENDED, 0.0)

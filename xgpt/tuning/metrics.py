@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import httpx
 import numpy as np
 import numpy.typing as npt
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from xgpt.connection import own_api_key, tls_context
+from xgpt.connection import own_api_key
+from xgpt.metrics_pages import read_samples
 
 Array = npt.NDArray[np.float64]
 TIMEOUT_S = 5.0
-MOST_BYTES = 8 << 20
 
 NAMES: dict[str, tuple[str, ...]] = {
     "input": (
@@ -112,8 +109,11 @@ class Page(NamedTuple):
         return self._replace(histograms=histograms, counters=counters)
 
 
-def parse_page(text: str) -> Page | None:
-    """Return a page, or None if it is of no engine that is known.
+KNOWN = [name for names in (NAMES, COUNTERS, GAUGES) for each in names.values() for name in each]
+
+
+def page_of(samples: Iterable[Sample]) -> Page | None:
+    """Return the page that has these samples, or None if it is of no engine that is known.
 
     Series of several engines or ranks on one page are added.
     """
@@ -121,21 +121,19 @@ def parse_page(text: str) -> Page | None:
     sums: dict[str, float] = {}
     values: dict[str, float] = {}
     model = ""
-    with suppress(ValueError):
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name, value = sample.name, sample.value
-                if not math.isfinite(value):
-                    continue
-                model = model or sample.labels.get("model_name", sample.labels.get("model", ""))
-                if name.endswith("_bucket") and "le" in sample.labels:
-                    each = found.setdefault(name.removesuffix("_bucket"), {})
-                    edge = float(sample.labels["le"])
-                    each[edge] = each.get(edge, 0.0) + value
-                elif name.endswith("_sum"):
-                    sums[name.removesuffix("_sum")] = sums.get(name.removesuffix("_sum"), 0.0) + value
-                else:
-                    values[name] = values.get(name, 0.0) + value
+    for sample in samples:
+        name, value = sample.name, sample.value
+        if not math.isfinite(value):
+            continue
+        model = model or sample.labels.get("model_name", sample.labels.get("model", ""))
+        if name.endswith("_bucket") and "le" in sample.labels:
+            each = found.setdefault(name.removesuffix("_bucket"), {})
+            edge = float(sample.labels["le"])
+            each[edge] = each.get(edge, 0.0) + value
+        elif name.endswith("_sum"):
+            sums[name.removesuffix("_sum")] = sums.get(name.removesuffix("_sum"), 0.0) + value
+        else:
+            values[name] = values.get(name, 0.0) + value
     histograms = {key: _buckets(found[name], sums.get(name, 0.0)) for key, name in _first(NAMES, found).items()}
     counters = {key: values[name] for key, name in _first(COUNTERS, values).items()}
     gauges = {key: values[name] for key, name in _first(GAUGES, values).items()}
@@ -157,18 +155,5 @@ def _buckets(cumulative: Mapping[float, float], total: float) -> Buckets:
 
 def read_page(url: str) -> Page | None:
     """Read the metrics of the server at `url`, or return None if it has none that are known."""
-    key = own_api_key()
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    until_s, body = time.monotonic() + TIMEOUT_S, bytearray()
-    try:
-        with (
-            httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers, verify=tls_context()) as client,
-            client.stream("GET", f"{url.rstrip('/')}/metrics") as answer,
-        ):
-            for piece in answer.iter_bytes():
-                body += piece
-                if len(body) > MOST_BYTES or time.monotonic() > until_s:
-                    return None
-            return parse_page(body.decode("utf-8", "replace")) if answer.is_success else None
-    except httpx.HTTPError:
-        return None
+    samples = read_samples(url, KNOWN, TIMEOUT_S, own_api_key())
+    return None if samples is None else page_of(samples)

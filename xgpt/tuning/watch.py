@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from threading import Event
 
-import httpx
-
+from xgpt.connection import Failure, answer_of
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.schema import Observation, Plan, Profile
 from xgpt.core.schema.tuning import WatchAlarm
@@ -80,8 +79,8 @@ def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> tuple[Wa
 def post(url: str, alarm: WatchAlarm) -> bool:
     """Post an alarm. Return whether the receiver took it."""
     try:
-        return httpx.post(url, json=alarm.model_dump(mode="json"), timeout=HOOK_S, trust_env=False).is_success
-    except httpx.HTTPError:
+        return 200 <= answer_of(url, seconds=HOOK_S, body=alarm.model_dump_json().encode())[0] < 300
+    except Failure:
         return False
 
 

@@ -10,7 +10,6 @@ import datetime
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -22,10 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from xgpt.connection import own_api_key, tls_context
-from xgpt.core.errors import InputError, MachineError, XgptError
+from xgpt.connection import Failure, answer_of, own_api_key
+from xgpt.core.documents import read_json
+from xgpt.core.errors import InputError, MachineError, XgptError, reason_of
 from xgpt.core.io import parse, sha256
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.reuse_distances import ReuseCurve
@@ -50,6 +48,8 @@ PATIENCE_S = 120.0
 planning may take much longer.
 """
 LOOK_S = 1.0
+ANSWER_S = 30.0
+"""Limit on a server's answer with its plan."""
 
 
 @dataclass(frozen=True)
@@ -150,19 +150,14 @@ def observe_source(plan: Plan, source: str, growth: Growth = NO_GROWTH) -> tuple
             observation = observation.but(reuse=reuse)
         return plan, observation
 
-    key = own_api_key()
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    says = ""
     try:
-        with httpx.Client(headers=headers, verify=tls_context(), trust_env=False, timeout=30) as client:
-            response = client.get(f"{source.rstrip('/')}/plan")
-        answer = response.raise_for_status().json()
+        status, body = answer_of(f"{source.rstrip('/')}/plan", seconds=ANSWER_S, api_key=own_api_key())
+        says = "" if status == 200 else f"HTTP {status}"
+        answer = read_json(body)
         running, observed = answer["plan"], answer["observed"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        says = (
-            f"HTTP {error.response.status_code}"
-            if isinstance(error, httpx.HTTPStatusError)
-            else re.sub(r"^\[Errno -?\d+\] ", "", str(error))
-        )
+    except (*Failure, ValueError, KeyError, TypeError) as error:
+        says = says or (reason_of(error) if isinstance(error, OSError) else str(error))
         raise MachineError(
             f"{source}/plan does not answer with a plan and observed lengths: {says}; give the URL of a server that "
             "`xgpt serve` started"

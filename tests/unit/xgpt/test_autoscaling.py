@@ -17,8 +17,9 @@ import xgpt
 from tests.fleets import fleet_of
 from tests.rings import LOOPBACKS
 from xgpt.autoscaling.recommend import _Live, began_at
-from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, Target, read_counts, target_of
+from xgpt.autoscaling.scraping import READ, LoadReader, ScrapedTraffic, Target, read_counts, target_of
 from xgpt.core.errors import InputError, MachineError
+from xgpt.metrics_pages import samples_of
 from xgpt.requests import AutoscaleRequest
 from xscheduler.fleet.recommender import Recommender
 
@@ -179,7 +180,8 @@ def test_prompts_that_wait_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_is_no_replica_has_no_counts(text: str) -> None:
-    assert read_counts(text) is None
+    samples = samples_of(text, READ)
+    assert samples is None or read_counts(samples) is None
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -9,24 +9,34 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.fakes import fake_plan
+from xgpt.autoscaling.scraping import LoadReader, Target
 from xgpt.calibrating import read_loads
 from xgpt.cli import cli
-from xgpt.client import served_model
+from xgpt.client import busy_of_workers, served_model
 from xgpt.comparing.launched import find_engine
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import load_yaml
+from xgpt.core.schema.tuning import WatchAlarm
+from xgpt.metrics_pages import samples_of
 from xgpt.tuning import metrics
+from xgpt.tuning.watch import post
 from xrunner.server.access.keys import ApiKeys
+from xscheduler.replanning.replanner import observe_source
+
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 
 
-@pytest.fixture
-def endless() -> Iterator[str]:
-    """A server whose every answer is a line without an end."""
+@contextmanager
+def answering(*pieces: bytes, every_s: float = 0.0) -> Iterator[str]:
+    """A server that repeats the last of these pieces without an end."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -37,9 +47,9 @@ def endless() -> Iterator[str]:
                 return
             try:
                 peer.recv(65536)
-                peer.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-                while True:
-                    peer.sendall(b"a" * 65536)
+                for piece in chain(pieces, repeat(pieces[-1])):
+                    peer.sendall(piece)
+                    time.sleep(every_s)
             except OSError:
                 peer.close()
 
@@ -48,13 +58,52 @@ def endless() -> Iterator[str]:
     listener.close()
 
 
-def test_an_answer_without_an_end_is_cut(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ANSWERS = {
+    "a line without an end": ((HEAD, b"a" * 65536), 0.0),
+    "lines without an end": ((HEAD, b'vllm:num_requests_running{engine="1"} 1\n' * 1000), 0.0),
+    "bytes of a body": ((HEAD, b"a"), 0.05),
+    "bytes of a head": ((b"HTTP/1.1 200 OK\r\nx: ", b"a"), 0.05),
+    "continue": ((b"HTTP/1.1 100 Continue\r\n\r\n",), 0.05),
+    "nothing": ((b"",), 0.05),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_servers_of_others_answer_ends(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xgpt.connection.MOST_BYTES", 1 << 20)
-    with pytest.raises(MachineError, match="over 1 MiB"):
-        asyncio.run(served_model(endless, None))
-    started = time.monotonic()
-    assert metrics.read_page(endless) is None
-    assert time.monotonic() - started < 2 * metrics.TIMEOUT_S
+    for limit in ("client.TIMEOUT_S", "client.ANSWER_TIMEOUT_S", "tuning.metrics.TIMEOUT_S", "tuning.watch.HOOK_S"):
+        monkeypatch.setattr(f"xgpt.{limit}", 0.3)
+    monkeypatch.setattr("xgpt.client.TOLD_WITHIN_S", 0.0)
+    monkeypatch.setattr("xgpt.autoscaling.scraping.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("xscheduler.replanning.replanner.ANSWER_S", 0.3)
+    pieces, every_s = ANSWERS[answer]
+    alarm = WatchAlarm(cause="rate", planned=1.0, observed=2.0, num_requests=9, text="")
+    with answering(*pieces, every_s=every_s) as url:
+        started = time.monotonic()
+        with pytest.raises(MachineError):
+            asyncio.run(served_model(url))
+        with pytest.raises(MachineError):
+            busy_of_workers(url)
+        with pytest.raises(MachineError):
+            observe_source(fake_plan(), url)
+        assert metrics.read_page(url) is None
+        assert LoadReader([Target(0, url)], 1, None).read(0.0) is None
+        assert not post(url, alarm)
+        assert time.monotonic() - started < 6
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:num_requests_running{{{}}} 1\n".format(",".join(f'l{i}="1"' for i in range(200_000))),
+        "".join(f"x{i} 1\n" for i in range(300_000)),
+    ],
+    ids=["labels", "families"],
+)
+def test_a_page_takes_little_time(line: str) -> None:
+    started = time.process_time()
+    samples_of(line, metrics.KNOWN)
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("text", ["a: 2026-99-99", 'a: !!int ""', "a: !!bool x", f"a: {'9' * 5000}", "[" * 5000])

@@ -17,7 +17,8 @@ import xgpt
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import Histogram, Plan, Workload
 from xgpt.core.schema.tuning import WatchAlarm
-from xgpt.tuning.metrics import parse_page
+from xgpt.metrics_pages import samples_of
+from xgpt.tuning.metrics import KNOWN, Page, page_of
 from xgpt.tuning.watching import Watcher
 
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, float("inf"))
@@ -82,6 +83,10 @@ class Engine:
             for name, value in (("queries", self.queries), ("hits", self.hits)):
                 lines += [f"# TYPE vllm:prefix_cache_{name} counter", f"vllm:prefix_cache_{name}_total {value}"]
         return "\n".join(lines) + "\n"
+
+
+def parse_page(text: str) -> Page | None:
+    return page_of(samples_of(text, KNOWN) or ())
 
 
 def watched(plan: Plan, engine: Engine, readings: int, start: int = 0, watcher: Watcher | None = None, **load: float):
