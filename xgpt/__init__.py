@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         tune,
         ui,
         watch,
+        with_settings,
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
@@ -74,6 +75,7 @@ __all__ = [
     "tune",
     "ui",
     "watch",
+    "with_settings",
 ]
 
 

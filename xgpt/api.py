@@ -326,6 +326,31 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
     return new_profile(**dict(request_of(ProfileRequest, dict(asked))), progress=progress, as_served=as_served)
 
 
+def with_settings(plan: Plan | PathLike, *, profile: str | Profile | None = None, **settings: Any) -> Plan:
+    """Return a plan on the same stages with other settings of its policy: checked, scored and simulated, not searched.
+
+    >>> import xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  policy="orca")
+    >>> other = xgpt.with_settings(plan, max_batch=16)
+    >>> other.policy.max_batch, other.search.gap is None
+    (16, True)
+
+    Args:
+        profile: the profile of the plan's step times. None means the one that the plan names.
+        **settings: values of fields of `plan.policy`, such as `encode_batch`.
+
+    Raises:
+        InputError: the policy has no such setting, or the value is not accepted.
+        InfeasibleError: the settings do not fit in memory.
+    """
+    from xgpt.solving import with_settings
+    from xprofiler.store import profile_of
+
+    plan = _plan(plan)
+    return with_settings(plan, profile_of(plan, profile), settings)
+
+
 @_takes(SimulateRequest)
 def simulate(
     plan: Plan | PathLike,

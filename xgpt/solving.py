@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan, PlanDraft, Recommendation
+from xgpt.core.refusals import refusal
+from xgpt.core.schema import Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
@@ -32,8 +35,11 @@ from xscheduler.found import Found
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_each, is_uniform, plan_uniform
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
 from xscheduler.objectives.reusing import FindEach, with_reuse
+from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.objectives.sizing import ClusterChoice, Confidence, cheapest, fewest_devices
+from xscheduler.placement import Placement
 from xscheduler.problem import Problem
+from xscheduler.schedule import NOT_SEARCHED, Scheduler
 from xsimulator.front import fronted
 from xsimulator.run import joint_lengths
 
@@ -208,6 +214,24 @@ def _busy_machine_warning(plan: PlanDraft, problem: Problem) -> str:
                 f"; with {100 * usual:.0f}% headroom this plan would sustain about {100 * (most / now - 1):.0f}% more"
             )
     return text
+
+
+def with_settings(plan: Plan, profile: Profile, settings: Mapping[str, Any]) -> Plan:
+    """Return a plan on the same stages with other settings of its policy. See `xgpt.with_settings`."""
+    kind = type(plan.policy)
+    data = {**plan.policy.model_dump(), **settings}
+    try:
+        policy = kind.model_validate(data)
+    except ValidationError as error:
+        raise refusal(error, kind, data) from None
+    problem = Problem.of(plan, profile)
+    draft: PlanDraft = Scheduler(problem).score(policy, Placement.of(plan))
+    draft = draft.but(admission=plan.admission, engine=plan.engine, pinned=plan.pinned, seed=plan.seed)
+    if not plan.constraint.maximises_arrivals:
+        draft = with_simulated_figures(draft, profile)
+    found: dict[str, Found] = {policy.kind: Found(draft, NOT_SEARCHED)}
+    plans = _annotate(found, problem, None, plan.api_servers)
+    return plans[policy.kind].told(recommend(plans, profile))
 
 
 class _Resolved(NamedTuple):
