@@ -26,6 +26,11 @@ NOTHING: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in T
 """Fields of any family that are accepted only with these values, which have no effect."""
 
 
+def wrong(field: str, value: object, accepted: str) -> InputError:
+    """Return the error for a field's value."""
+    return InputError(f"config.json: {field}", value, accepted)
+
+
 class Fields(NamedTuple):
     """The fields that a family's config.json may have in addition to `COMMON`.
 
@@ -88,14 +93,14 @@ def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...
         elif name in known.aliases:
             if value not in (None, config.get(known.aliases[name])):
                 equal = f"it must equal {known.aliases[name]}, which is {config.get(known.aliases[name])!r}"
-                raise InputError(f"config.json: {name}", value, equal)
+                raise wrong(name, value, equal)
             continue
         elif name in passed or _is_off(name, value):
             continue
         else:
             accepted = f"xgpt does not know this field of {family}; remove it if it has no effect on the model"
         if SIZE.search(name):
-            raise InputError(f"config.json: {name}", value, accepted)
+            raise wrong(name, value, accepted)
         found.append(f"{name}: {value!r}")
     return tuple(sorted(found))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any, get_args
 
-from xgpt.core.errors import InputError
+from xgpt.checkpoints.fields import wrong
 from xgpt.core.schema import StoredDType
 
 KNOWN = "fp8, mxfp4, 4-bit gptq, 4-bit awq, ModelOpt's FP8, MXFP8 and NVFP4, and 4-bit or 8-bit compressed-tensors"
@@ -42,12 +42,12 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
         return None
     if not isinstance(given, dict):
         accepted = 'it must be an object, such as {"quant_method": "fp8"}'
-        raise InputError("config.json: quantization_config", given, accepted)
+        raise wrong("quantization_config", given, accepted)
     found = _format(given)
     if found is not None and found["kind"] == "fp8_block" and config.get("expert_dtype") == "fp4":
         found = {"kind": "mxfp4", "eight_bit_parts": ("attention", "dense", "shared")}
     if found is None:
-        raise InputError("config.json: quantization_config", given, f"xgpt supports only {KNOWN}")
+        raise wrong("quantization_config", given, f"xgpt supports only {KNOWN}")
     left_out = [*_names(given, "ignore"), *_names(given, "exclude_modules"), *_names(given, "modules_to_not_convert")]
     matches = _matcher(left_out)
     kept = tuple(
@@ -184,7 +184,7 @@ def count(config: dict[str, Any], field: str) -> int:
     """
     value = config[field]
     if type(value) is not int or value < 1:
-        raise InputError(f"config.json: {field}", value, "it must be a whole number, at least 1")
+        raise wrong(field, value, "it must be a whole number, at least 1")
     return value
 
 
@@ -196,7 +196,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     """
     name = config.get(field, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise InputError(f"config.json: {field}", name, f"xgpt supports only {', '.join(ACTIVATIONS)}")
+        raise wrong(field, name, f"xgpt supports only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -213,7 +213,7 @@ def common(
     dtype = config.get("torch_dtype") if config.get("dtype") is None else config["dtype"]
     if dtype is not None:
         if dtype not in get_args(StoredDType):
-            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
+            raise wrong("dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
         fields["default_dtype"] = dtype
     said = (config[name] for name in MTP if type(config.get(name)) is int and config[name] > 0)
     if ahead := next(said, int(config.get("model_type") in UNSAID)):
@@ -237,7 +237,7 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
     if window is not None and (type(window) is not int or window < 2):
         # With a window of 1, transformers' cache keeps all tokens.
-        raise InputError("config.json: sliding_window", window, "it must be a whole number, at least 2")
+        raise wrong("sliding_window", window, "it must be a whole number, at least 2")
     kinds = config.get("layer_types")
     if kinds is None:
         full = [i for i in range(num_layers) if full_every is not None and (i + 1) % full_every == 0]
@@ -248,7 +248,7 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
             or not set(kinds) <= {"full_attention", "sliding_attention"}
         ):
             accepted = "it must be 'full_attention' or 'sliding_attention' for each layer"
-            raise InputError("config.json: layer_types", kinds, accepted)
+            raise wrong("layer_types", kinds, accepted)
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     if window is None or len(full) == num_layers:
         return {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xgpt.checkpoints.fields import wrong
 from xgpt.checkpoints.readers.common import activation, count, windows
 from xgpt.checkpoints.readers.rope import rope, rope_by_layer
-from xgpt.core.errors import InputError
 
 T5_CONTEXT = 2048
 """Context length that is used for T5, whose relative positions set no limit."""
@@ -48,7 +48,7 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else [kinds or "full_attention"]:
         if kind != "full_attention":
-            raise InputError("config.json: layer_types", kind, "each layer must be 'full_attention'")
+            raise wrong("layer_types", kind, "each layer must be 'full_attention'")
     return gated(config) | rope(config)
 
 
@@ -60,9 +60,7 @@ def gated(config: dict[str, Any]) -> dict[str, Any]:
     name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"
     turning = config.get("qk_rope_head_dim", head_dim)
     if type(turning) is not int or turning % 2:
-        raise InputError(
-            f"config.json: {name}", turning, "it must be even, since rotary embeddings rotate pairs of dimensions"
-        )
+        raise wrong(name, turning, "it must be even, since rotary embeddings rotate pairs of dimensions")
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
@@ -91,15 +89,13 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "d_model"), count(config, "num_heads")
     gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
     if gate not in ("", "gated"):
-        raise InputError(
-            "config.json: feed_forward_proj", config["feed_forward_proj"], "give an activation, or gated-ACTIVATION"
-        )
+        raise wrong("feed_forward_proj", config["feed_forward_proj"], "give an activation, or gated-ACTIVATION")
     if gate and name == "gelu":
         name = "gelu_new"  # T5 means this by "gelu"
     kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
     for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
         if config.get(field, value) != value:
-            raise InputError(f"config.json: {field}", config[field], f"it must be {value!r}, as in feed_forward_proj")
+            raise wrong(field, config[field], f"it must be {value!r}, as in feed_forward_proj")
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     return {
         "num_layers": config["num_layers"]
@@ -140,7 +136,7 @@ def _phi3(config: dict[str, Any]) -> dict[str, Any]:
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
     config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
-        raise InputError("config.json: use_bidirectional_attention", bidirectional, "only False is supported")
+        raise wrong("use_bidirectional_attention", bidirectional, "only False is supported")
     fields = gated({"rms_norm_eps": 1e-6} | config)
     return fields | {
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xgpt.checkpoints.fields import wrong
 from xgpt.checkpoints.readers.common import count, windows
 from xgpt.checkpoints.readers.dense import gated
 from xgpt.checkpoints.readers.rope import magnitude, rope
-from xgpt.core.errors import InputError
 
 
 def _mixtral(config: dict[str, Any]) -> dict[str, Any]:
@@ -25,14 +25,12 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     config = {"decoder_sparse_step": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | config
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if config.get("num_experts", config.get(name)) != config.get(name):
-        raise InputError(
-            "config.json: num_experts", config["num_experts"], f"it must equal {name}, which is {config.get(name)!r}"
-        )
+        raise wrong("num_experts", config["num_experts"], f"it must equal {name}, which is {config.get(name)!r}")
     fields = gated(config)
     every, num_layers = count(config, "decoder_sparse_step"), count(config, "num_hidden_layers")
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(type(layer) is int for layer in without):
-        raise InputError("config.json: mlp_only_layers", without, "it must be a list of layer numbers")
+        raise wrong("mlp_only_layers", without, "it must be a list of layer numbers")
     dense = tuple(i for i in range(num_layers) if i in without or (i + 1) % every)
     experts = {
         "number": count({"num_experts": 128} | config, name),
@@ -65,10 +63,8 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
 def _minimax_m2(config: dict[str, Any]) -> dict[str, Any]:
     config = {"head_dim": 128} | config
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
-        raise InputError(
-            "config.json: attn_type_list",
-            config["attn_type_list"],
-            "xgpt supports only 1, attention to all tokens, in every layer",
+        raise wrong(
+            "attn_type_list", config["attn_type_list"], "xgpt supports only 1, attention to all tokens, in every layer"
         )
     if (rotary := config.get("rotary_dim")) is not None:
         config["partial_rotary_factor"] = rotary / count(config, "head_dim")
@@ -85,8 +81,8 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     config = defaults | {"v_head_dim": 128} | config
     if config.get("moe_layer_freq", 1) != 1:
-        raise InputError(
-            "config.json: moe_layer_freq",
+        raise wrong(
+            "moe_layer_freq",
             config["moe_layer_freq"],
             "xgpt supports only 1: experts in every layer after the dense ones",
         )
@@ -95,7 +91,7 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
     fields = gated(config | {"head_dim": head_dim, "num_key_value_heads": heads})
     size, dense = count(config, "moe_intermediate_size"), config.get("first_k_dense_replace")
     if type(dense) is not int or dense < 0:
-        raise InputError("config.json: first_k_dense_replace", dense, "it must be a whole number of layers, 0 or more")
+        raise wrong("first_k_dense_replace", dense, "it must be a whole number of layers, 0 or more")
     experts = {
         "number": count(config, "n_routed_experts"),
         "active": count(config, "num_experts_per_tok"),
@@ -124,7 +120,7 @@ def _deepseek_v2(config: dict[str, Any]) -> dict[str, Any]:
     fields = _deepseek(defaults | {"moe_intermediate_size": 1407} | config)
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise InputError("config.json: topk_method", method, "xgpt supports only greedy and group_limited_greedy")
+        raise wrong("topk_method", method, "xgpt supports only greedy and group_limited_greedy")
     return _grouped(fields, config) if method == "group_limited_greedy" else fields
 
 
@@ -136,7 +132,7 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     if head_dim is not None and (
         type(head_dim) is not int or head_dim != turned
     ):  # transformers rotates head_dim dimensions
-        raise InputError("config.json: head_dim", head_dim, f"it must equal qk_rope_head_dim, which is {turned}")
+        raise wrong("head_dim", head_dim, f"it must equal qk_rope_head_dim, which is {turned}")
     fields = _grouped(_deepseek(config), config)
     return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
 
@@ -146,10 +142,8 @@ def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
     experts = fields["experts"] | groups
     if experts["number"] < 2 * experts["num_groups"]:
-        raise InputError(
-            "config.json: n_group",
-            experts["num_groups"],
-            f"a group must have at least two of the {experts['number']} experts",
+        raise wrong(
+            "n_group", experts["num_groups"], f"a group must have at least two of the {experts['number']} experts"
         )
     return fields | {"experts": experts}
 

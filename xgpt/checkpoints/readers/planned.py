@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TABLES, TRAINING
+from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TABLES, TRAINING, wrong
 from xgpt.checkpoints.readers.common import count
 from xgpt.checkpoints.readers.renamed import RENAMED
-from xgpt.core.errors import InputError
 from xgpt.core.schema import Attention, Block, Experts, Indexer, LatentAttention, Recurrent
 
 Config = dict[str, Any]
@@ -54,7 +53,7 @@ def _fields(family: str, config: Config) -> Config:
     ]
     attentions = [block.attention for block in blocks if block.attention is not None]
     if not attentions:
-        raise InputError("config.json: layer_types", "no attention", "at least one layer must have attention")
+        raise wrong("layer_types", "no attention", "at least one layer must have attention")
     first = attentions[0]
     dense = tuple(layer for layer in range(number) if feeds[layer][1] is None)
     experts = next((block.experts for block in blocks if block.experts is not None), None)
@@ -109,7 +108,7 @@ def _layer_types(family: str, config: Config, number: int) -> list[str]:
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
-            raise InputError("config.json: layer_types", given, f"it must name a kind for each of {number} layers")
+            raise wrong("layer_types", given, f"it must name a kind for each of {number} layers")
         return list(given)
     if (every := config.get("full_attention_interval")) is not None:
         return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
@@ -434,4 +433,4 @@ class ReadFields(dict[str, Any]):
             accepted = (
                 f"xgpt does not know this size field of {family}; remove it if it affects neither weights nor K/V"
             )
-            raise InputError(f"config.json: {name}", value, accepted)
+            raise wrong(name, value, accepted)

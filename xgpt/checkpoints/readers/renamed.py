@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xgpt.core.errors import InputError
+from xgpt.checkpoints.fields import wrong
 
 Config = dict[str, Any]
 
@@ -63,16 +63,10 @@ def _lfm2(config: Config) -> Config:
     for name, early in {"intermediate_size": "block_ff_dim", "hidden_size": "block_dim"}.items():
         config[name] = config.get(early) or config[name]
     if (heads := config.get("num_heads")) not in (None, config["num_attention_heads"]):
-        raise InputError(
-            "config.json: num_heads",
-            heads,
-            f"it must equal num_attention_heads, which is {config['num_attention_heads']}",
-        )
+        raise wrong("num_heads", heads, f"it must equal num_attention_heads, which is {config['num_attention_heads']}")
     for name in ("conv_dim", "conv_dim_out"):
         if (width := config.get(name)) not in (None, config["hidden_size"]):
-            raise InputError(
-                f"config.json: {name}", width, f"it must equal hidden_size, which is {config['hidden_size']}"
-            )
+            raise wrong(name, width, f"it must equal hidden_size, which is {config['hidden_size']}")
     return config
 
 
@@ -113,7 +107,7 @@ def _exaone4(config: Config) -> Config:
     """Set the layer types by repeating a pattern of letters: L for a sliding window, G for full attention."""
     if isinstance(pattern := config.get("sliding_window_pattern"), str):
         if not pattern or set(pattern) - set("LG"):
-            raise InputError("config.json: sliding_window_pattern", pattern, "it may contain only the letters L and G")
+            raise wrong("sliding_window_pattern", pattern, "it may contain only the letters L and G")
         letters = [pattern[i % len(pattern)] for i in range(config["num_hidden_layers"])]
         kinds = ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
         config["layer_types"] = config.get("layer_types") or kinds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from xgpt.checkpoints.fields import wrong
 from xgpt.checkpoints.readers.common import count
-from xgpt.core.errors import InputError
 
 KINDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -47,7 +47,7 @@ def rope(
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
     if not isinstance(found, dict):
-        raise InputError(f"config.json: {name}", found, OBJECT)
+        raise wrong(name, found, OBJECT)
     kind = _kind(found, kinds)
     unsupported = [] if kind else [f"{name}: {found!r}"]
     partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
@@ -59,8 +59,8 @@ def rope(
     if share != 1.0 and head_dim is not None:
         turned = int(head_dim * share)
         if not 2 <= turned < head_dim or turned % 2:
-            raise InputError(
-                "config.json: partial_rotary_factor",
+            raise wrong(
+                "partial_rotary_factor",
                 share,
                 f"it must rotate an even number of a head's {head_dim} dimensions, at least 2 and not all",
             )
@@ -85,11 +85,11 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
     by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
         accepted = "it must be an object with the keys full_attention and sliding_attention"
-        raise InputError("config.json: rope_parameters", by_kind, accepted)
+        raise wrong("rope_parameters", by_kind, accepted)
     full, sliding = by_kind.get("full_attention") or {}, by_kind.get("sliding_attention") or {}
     for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):
         if not isinstance(found, dict):
-            raise InputError(f"config.json: {name}", found, OBJECT)
+            raise wrong(name, found, OBJECT)
     rope_config = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
     base = config.get("rope_theta")
     fields = rope(rope_config, theta if base is None else base, kinds=("default", "linear"))
@@ -136,7 +136,7 @@ def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[s
 
 def _number(factor: object) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise InputError("config.json: rope factor", factor, "it must be a number above 0")
+        raise wrong("rope factor", factor, "it must be a number above 0")
     return factor
 
 
