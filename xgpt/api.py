@@ -651,7 +651,7 @@ def tune(
         python()
         host = Vllm()
     with alone():
-        problem = engine_problem(request, request.current, progress)
+        problem = engine_problem(request, request.current, progress, also=request.also)
         search = Search(problem, host, Path(request.journal), resume=request.resume, seed=request.seed)
         return search.run(request.budget_s, told)
 

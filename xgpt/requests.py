@@ -369,6 +369,9 @@ class TuneRequest(EngineRequest):
     most_used: ClassVar[tuple[str, ...]] = ("current", "workload", "latency_bound_s", "ttft_s", "tpot_s", "budget_s")
     budget_s: Annotated[PositiveFloat | None, Option("--budget", "TIME", "seconds", "no limit")] = None
     """Time after which no further measurement begins, such as 90s, 60m or 2h."""
+    also: Annotated[tuple[str, ...], Option(metavar="FLAG[=VALUE,…]")] = ()
+    """Try every setting also with this flag of the engine, such as attention-backend=FLASHINFER,TRITON_ATTN. What it
+    changes is measured, not predicted. Repeatable."""
     journal: Annotated[Name, Option(metavar="FILE")] = "tune.jsonl"
     """File of the finished measurements."""
     resume: bool = False

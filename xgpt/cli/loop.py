@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
         [
             str(number),
             str(run.token_budget),
-            str(run.max_batch),
+            str(run.max_batch) + (f", {shlex.join(run.further)}" if run.further else ""),
             _result(run),
             f"{run.start_s:.0f}",
             f"{run.seconds:.0f}",

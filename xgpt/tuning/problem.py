@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 
 from xgpt.checkpoints import hub
 from xgpt.comparing.compare import engine_name, score_current
@@ -24,6 +27,28 @@ UNMEASURED = Prior(0.5, 0.35)
 """What is known of an engine on this machine if only xgpt's own engine was measured here."""
 
 
+MOST_VARIANTS = 16
+
+
+def variants_of(also: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the words of all combinations of flags, each given as FLAG or FLAG=VALUE,VALUE. The first has none.
+
+    Raises:
+        InputError: a flag is given twice, or there are more than `MOST_VARIANTS` combinations.
+    """
+    choices: list[list[tuple[str, ...]]] = []
+    for text in also:
+        name, equals, values = text.partition("=")
+        flag = f"--{name.strip().removeprefix('--')}"
+        if flag == "--" or any(flag == one[1][0] for one in choices):
+            raise InputError("also", text, "give each flag once, as FLAG or FLAG=VALUE,VALUE")
+        choices.append([(), *([(flag, value) for value in values.split(",")] if equals else [(flag,)])])
+    found = tuple(tuple(chain.from_iterable(one)) for one in product(*choices))
+    if len(found) > MOST_VARIANTS:
+        raise InputError("also", ", ".join(also), f"these are {len(found)} combinations: at most {MOST_VARIANTS}")
+    return found
+
+
 @dataclass(frozen=True)
 class EngineProblem:
     """The settings to choose among.
@@ -34,6 +59,7 @@ class EngineProblem:
         now: plan with the settings that run now, or None.
         kept: options of the present command that other settings' commands repeat.
         command: the present command, or "".
+        variants: further words of the command, each of which is tried. The first has none.
     """
 
     problem: Problem
@@ -41,10 +67,14 @@ class EngineProblem:
     now: Plan | None = None
     kept: Given = field(default_factory=dict)
     command: str = ""
+    variants: tuple[tuple[str, ...], ...] = ((),)
 
-    def command_of(self, plan: Plan, *, is_now: bool) -> str | None:
+    def command_of(self, plan: Plan, *, is_now: bool, variant: int = 0) -> str | None:
         """Return what starts the engine with a plan's settings: for those that run now, the present command itself."""
-        return self.command if is_now and self.command else engine_command(plan, self.kept)
+        if is_now and self.command:
+            return self.command
+        command = engine_command(plan, self.kept)
+        return command and " ".join([command, *map(shlex.quote, self.variants[variant])])
 
     @property
     def settings_now(self) -> list[ChunkedSettings]:
@@ -52,18 +82,23 @@ class EngineProblem:
 
 
 def engine_problem(
-    request: ProblemRequest, current: str | None, progress: Progress | None = None, default: str = "vllm"
+    request: ProblemRequest,
+    current: str | None,
+    progress: Progress | None = None,
+    default: str = "vllm",
+    also: Sequence[str] = (),
 ) -> EngineProblem:
     """Return the problem of a request.
 
     Args:
         default: the engine if neither the request, its profile nor the command names one.
+        also: flags with which every setting is tried, too, each as FLAG or FLAG=VALUE,VALUE.
 
     Raises:
         InputError: names are not known, the bounds are missing, or the command cannot be read.
         InfeasibleError: the model does not fit.
     """
-    planned = as_plan_request(request, policy="chunked")
+    planned, variants = as_plan_request(request, policy="chunked"), variants_of(also)
     if not planned.constraint.bounds_latency or not planned.constraint.maximises_arrivals:
         raise InputError(
             "latency_bound_s", planned.latency_bound_s, "give a bound: `latency_bound_s`, `ttft_s` or `tpot_s`"
@@ -77,8 +112,9 @@ def engine_problem(
     if problem.engine is None or problem.engine.scheduler != "own" or problem.engine.framework == "xgpt":
         raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm or sglang")
     if running is None:
-        return EngineProblem(problem, prior)
-    return EngineProblem(problem, prior, score_current(problem, running), running.kept, running.command)
+        return EngineProblem(problem, prior, variants=variants)
+    now = score_current(problem, running)
+    return EngineProblem(problem, prior, now, running.kept, running.command, variants)
 
 
 def _with_model(request: PlanRequest, running: CurrentEngine) -> PlanRequest:

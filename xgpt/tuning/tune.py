@@ -59,7 +59,7 @@ class Search:
         self, asked: EngineProblem, host: Host, journal: Path | None = None, *, resume: bool = False, seed: int = 0
     ) -> None:
         self._asked, self._host, self._seed = asked, host, seed
-        model = EngineModel(asked.problem, asked.prior, asked.settings_now)
+        model = EngineModel(asked.problem, asked.prior, asked.settings_now, variants=len(asked.variants))
         self.now = model.nearest(asked.settings_now[0]) if asked.settings_now else None
         self.tuner = Tuner(model, seed)
         self.journal = Journal(journal, self._header(model), resume=resume)
@@ -132,7 +132,10 @@ class Search:
         return float(np.median([run.seconds for run in self.journal.runs if run.loads] or [0.0]))
 
     def _command(self, candidate: int) -> str | None:
-        return self._asked.command_of(self.tuner.model.plan(candidate), is_now=candidate == self.now)
+        model = self.tuner.model
+        return self._asked.command_of(
+            model.plan(candidate), is_now=candidate == self.now, variant=model.variant[candidate]
+        )
 
     def measured(self, candidate: int, until_s: float = float("inf"), told: Told | None = None) -> TuneRun | None:
         """Start the engine with a candidate's settings and measure it. Return None if the time is over before that."""
@@ -175,6 +178,7 @@ class Search:
             token_budget=settings.token_budget,
             max_batch=settings.max_batch,
             placement=placement,
+            further=self._asked.variants[self.tuner.model.variant[candidate]],
             command=command,
             loads=tuple(loads),
             start_s=start_s,
@@ -198,9 +202,9 @@ class Search:
         self.tuner.tell(MeasuredRate(candidate, run.rate_per_s, run.error or 0.03), *times)
 
     def _candidate(self, run: TuneRun) -> int:
-        settings = (run.placement, run.token_budget, run.max_batch)
-        for index, (placement, each) in enumerate(self.tuner.model.settings):
-            if (placement, each.token_budget, each.max_batch) == settings:
+        model, settings = self.tuner.model, (run.further, run.placement, run.token_budget, run.max_batch)
+        for index, (placement, each) in enumerate(model.settings):
+            if (self._asked.variants[model.variant[index]], placement, each.token_budget, each.max_batch) == settings:
                 return index
         return self.tuner.model.nearest(ChunkedSettings(token_budget=run.token_budget, max_batch=run.max_batch))
 
@@ -214,5 +218,5 @@ class Search:
         bounds = problem.constraint.model_dump_json(exclude_none=True, exclude={"headroom"})
         said = f"{problem.model.name} on {problem.cluster.name} for {problem.workload.name}"
         settings = [(placement, each.token_budget, each.max_batch) for placement, each in model.settings]
-        content = repr((said, bounds, problem.workload, settings)).encode()
+        content = repr((said, bounds, problem.workload, settings, self._asked.variants)).encode()
         return TuneJournal(problem=said, sha256=hashlib.sha256(content).hexdigest())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,8 @@ REQUESTS = 250
 """Number of requests of a simulated load."""
 SIMILAR = 3.0
 """Settings are similar if they differ by less than this factor."""
+APART = 1.0
+"""Distance between two variants of the same settings, in units of `SIMILAR`."""
 ERRORS = {"ttft_s": 0.15, "tpot_s": 0.06}
 """Standard deviations of the logarithmic errors of a measured load's mean times after the best fit: the differences
 between the requests of two loads, and what no parameter describes.
@@ -93,13 +95,20 @@ class EngineModel:
         problem: the problem of the engine's own scheduler, with policy chunked. Its headroom is ignored, since rates
             are measured.
         more: settings that are candidates as well, such as those that run now.
+        variants: number of variants in which each setting can run, which the model cannot tell apart, such as those of
+            the attention kernels. The first one is the engine's default.
 
     Raises:
         InfeasibleError: the model fits on no placement.
     """
 
     def __init__(
-        self, problem: Problem, prior: Prior | None = None, more: Sequence[ChunkedSettings] = (), seed: int = 0
+        self,
+        problem: Problem,
+        prior: Prior | None = None,
+        more: Sequence[ChunkedSettings] = (),
+        seed: int = 0,
+        variants: int = 1,
     ) -> None:
         self.problem = problem.under(problem.constraint.but(headroom=0.0))
         self.prior = prior or Prior.of(problem.profile)
@@ -115,7 +124,9 @@ class EngineModel:
                 settings = space.settings(grid, curve * NUM_LOADS + load)
                 assert isinstance(settings, ChunkedSettings)
                 found.setdefault((placement, settings), (placement, curve, load))
-        self.settings, self._index = list(found), list(found.values())
+        self.settings = [settings for settings in found for _ in range(variants)]
+        self._index = [index for index in found.values() for _ in range(variants)]
+        self.variant = [variant for _ in found for variant in range(variants)]
         layer = problem.profile.layers[0]
         self._least_step_s = layer.rest.seconds[0] * problem.model.num_layers
         dimensions = len(Fit._fields)
@@ -195,8 +206,9 @@ class EngineModel:
                     log(settings.token_budget) / log(SIMILAR),
                     log(settings.max_batch) / log(SIMILAR),
                     *(4.0 * (placement == index) for index in range(len(self.placements) - 1)),
+                    *(APART / sqrt(2) * (variant == index) for index in range(max(self.variant) + 1)),
                 ]
-                for placement, settings in self.settings
+                for (placement, settings), variant in zip(self.settings, self.variant, strict=True)
             ]
         )
 

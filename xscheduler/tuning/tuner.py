@@ -37,9 +37,11 @@ class Tuner:
             failed = [self.model.settings[index][1] for index in self._lacking] + [settings]
             self._lacking.append(candidate)
             several = len({each.token_budget for each in failed}) > 1
+            variant = self.model.variant[candidate]
             for index, (other, each) in enumerate(self.model.settings):
                 is_larger = each.max_batch >= settings.max_batch and each.token_budget >= settings.token_budget
-                if other == placement and (is_larger or (several and each.max_batch >= settings.max_batch)):
+                is_alike = other == placement and self.model.variant[index] == variant
+                if is_alike and (is_larger or (several and each.max_batch >= settings.max_batch)):
                     cut.add(index)
         self.belief = self.belief.exclude(cut)
 

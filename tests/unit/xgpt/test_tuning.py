@@ -29,7 +29,7 @@ from xgpt.tuning import driving, engines, tune
 from xgpt.tuning.driving import SequentialTest, drive, highest_rate
 from xgpt.tuning.engines import DidNotStart, Template, split
 from xgpt.tuning.journal import alone
-from xgpt.tuning.problem import EngineProblem, engine_problem
+from xgpt.tuning.problem import EngineProblem, engine_problem, variants_of
 from xgpt.tuning.tune import Search, Told
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -214,6 +214,35 @@ def test_a_search_goes_on_after_it_was_killed(
     (tmp_path / "x").write_text("{}\n")
     with pytest.raises(InputError, match="it is no journal of `xgpt tune`"):
         searched(monkeypatch, again, asked, tmp_path / "x", resume=True)
+
+
+def test_flags_that_no_model_knows_are_measured_beside_the_settings(
+    asked: EngineProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two values gains 60%. The search finds it although every prediction is the same."""
+
+    class WithKernels(Machine):
+        @contextmanager
+        def run(self, words: Sequence[str], until_s: float) -> Iterator[str]:
+            self.gains = 1.6 if "FLASHINFER" in words else 0.7 if "TRITON_ATTN" in words else 1.0
+            with super().run(words, until_s) as url:
+                yield url
+
+        def drive(self, url: str, *args: object, **more: object) -> DrivenLoad:
+            rate = args[2]
+            assert isinstance(rate, float)
+            return super().drive(url, *args[:2], rate / self.gains, **more).but(rate_per_s=rate)
+
+    machine = WithKernels(lambda tokens, seqs: 10.0)
+    monkeypatch.setattr(tune, "MOST_RUNS", 10)
+    variants = variants_of(["attention-backend=FLASHINFER,TRITON_ATTN"])
+    found = searched(monkeypatch, machine, replace(asked, variants=variants)).run()
+    assert "--attention-backend FLASHINFER" in found.recommendation.best.processes[0].command
+    assert {run.further for run in found.runs} >= {(), ("--attention-backend", "FLASHINFER")}
+    with pytest.raises(InputError, match="give each flag once"):
+        variants_of(["a=1", "--a=2"])
+    with pytest.raises(InputError, match="these are 27 combinations: at most 16"):
+        variants_of(["a=1,2", "b=1,2", "c=1,2"])
 
 
 def test_settings_that_do_not_start_cut_the_search_and_do_not_end_it(

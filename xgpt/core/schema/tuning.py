@@ -50,6 +50,8 @@ class TuneRun(Frozen):
     """Largest number of requests in a step."""
     placement: NonNegativeInt = 0
     """Number of the placement among those of the search."""
+    further: tuple[str, ...] = ()
+    """Flags that are tried beside the settings."""
     command: str
     """Command that started the engine."""
     start: Start = "started"
