@@ -287,6 +287,8 @@ class CheckKeywords(EngineRequest, total=False):
 class TuneKeywords(EngineRequest, total=False):
     budget_s: float | None
     """Time after which no further measurement begins, such as 90s, 60m or 2h."""
+    also: Sequence[str | PathLike[str]] | None
+    """Try every setting also with this flag of the engine, such as attention-backend=FLASHINFER,TRITON_ATTN. What it changes is measured, not predicted. Repeatable."""
     journal: str | PathLike[str] | None
     """File of the finished measurements."""
     resume: bool | None

@@ -95,6 +95,7 @@ def check(
             for i, (rate, count) in enumerate(sending.loads)
         )
     else:
+        assert not isinstance(target, str)
         loads = tuple(_of_benchmark(load, model.problem.constraint) for load in target)
     predicted = tuple(_predicted(model, now, load) for load in loads)
     for load in loads:
