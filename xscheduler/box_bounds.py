@@ -46,7 +46,12 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
     return floor.excess_at(
         np.arange(slow, len(floor.left), corners),
         lambda: box_latencies(models.floor, lambda: floor.lesser, floor.performance, corners, micro),
+        _most_left(floor, corners),
     )
+
+
+def _most_left(floor: Evaluation, corners: int) -> Array:
+    return floor.left.reshape(-1, corners).max(axis=1)
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
@@ -63,7 +68,12 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     least, most, on_floor = evaluation.lesser.take(low), evaluation.performance.take(high), floor.lesser.take(low)
     micro = np.full(len(most.throughput), float(space.placement.microbatches))
     per_replica = space.forecast.box_throughput(
-        space.models.floor, least, most, on_floor, micro, space.constraint.allowed_latency_s
+        space.models.floor,
+        least,
+        most,
+        on_floor,
+        micro,
+        space.constraint.allowed_latency_s * _most_left(floor, corners),
     )
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,24 @@ class Models:
     floor: Any
 
 
+class Left(NamedTuple):
+    """The share of the latency bound that settings may use, by the value of one variable. 0 means that they are not
+    allowed.
+
+    Attributes:
+        name, values, shares: the variable, its values in rising order, and their shares. Between two values, the share
+            of the larger one applies.
+    """
+
+    name: str
+    values: Ints
+    shares: Array
+
+    def of(self, columns: Mapping[str, Array | Ints]) -> Array:
+        index = self.values.searchsorted(columns[self.name] - 1e-9)
+        return self.shares[np.minimum(index, len(self.values) - 1)]
+
+
 class Space:
     """All settings of one policy on one placement: the points of a search.
 
@@ -119,7 +137,7 @@ class Space:
         self._looked_at: list[Ints] = []
         """The numbers of the points that each call predicted."""
         self.between = False
-        self.left: dict[int, float] | None = None
+        self.left: Left | None = None
 
     def under(
         self,
@@ -127,7 +145,7 @@ class Space:
         bound: float,
         *,
         between: bool = False,
-        left: dict[int, float] | None = None,
+        left: Left | None = None,
     ) -> Space:
         """Return a space with the same settings under another constraint.
 
@@ -136,8 +154,7 @@ class Space:
             between: whether the space is one of upper bounds. A point with batch size b then represents all batch sizes
                 from b - 1 to b, including fractional sizes. The throughput at size b counts as the point's throughput,
                 and the smallest size must keep the constraint (`Evaluation.lesser`) and fit in memory on average.
-            left: for each token budget, the share of the latency bound that settings with this budget may use. 0 means
-                that they are not allowed. None means that all settings may use the whole bound.
+            left: None means that all settings may use the whole latency bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -346,7 +363,7 @@ class Space:
         def lesser(chosen: Ints) -> Performance:
             return self._performance(model, {name: values[chosen] for name, values in {**columns, **less}.items()})
 
-        left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
+        left = None if self.left is None else self.left.of(columns)
         return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
 
     def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
@@ -489,13 +506,19 @@ class Evaluation:
         """
         return self.excess_at(np.arange(len(self.left)))
 
-    def excess_at(self, indices: Ints, times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None) -> Array:
+    def excess_at(
+        self,
+        indices: Ints,
+        times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None,
+        left: Array | None = None,
+    ) -> Array:
         """Return `excess` for some of the points, in the given order, without predicting the other points.
 
         Args:
             times: returns the latency, TTFT and TPOT of each of these points, or None to use the predictions.
+            left: the share of the latency bound that each of them may use. None means the points' own shares.
         """
-        constraint, left = self._constraint, self.left[indices]
+        constraint, left = self._constraint, self.left[indices] if left is None else left
         excess = np.where(left > 0, -1.0, np.inf)
         if not constraint.bounds_latency:
             return excess

@@ -216,7 +216,7 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
         [
             ("opt-13b", "a40x4", "summarization", 9.8, 0.05),
             ("llama-3.1-8b", "h200x1", "azure-conv", 8.0, 0.05),
-            ("llama-3.1-70b", "h100x8", "azure-conv", 15.0, 0.17),
+            ("llama-3.1-70b", "h100x8", "azure-conv", 15.0, 0.05),
         ],
         2,
     ),

@@ -13,14 +13,16 @@ from tests.contract.scenarios import problem
 from tests.rings import examples, few
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.policies import OneLane, Pool, lane_settings
+from xgpt.core.policies.rule import PromptBudget
 from xgpt.core.schema import Constant, Curve, Histogram, Precision, Profile, RraSettings, Workload
 from xgpt.core.workload import histogram
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import LaneClock
-from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_cost import LaneCost, TransferCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.forecast.pipeline import RandomSteps
+from xsimulator.forecast.waa_lanes import EncodeLane
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.run import simulate as simulate_plan
@@ -69,6 +71,32 @@ def test_plans_do_in_simulation_what_they_claim(model: str, cluster: str, kind: 
     measured, _ = simulate_plan(plan, subject.profile, subject.workload, 1500, np.random.default_rng(3))
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
     assert measured.latency_s == pytest.approx(plan.estimate.latency_s, rel=0.08)
+
+
+@pytest.mark.parametrize("workload", ["summarization", "azure-conv"])
+def test_waas_encode_lane_is_as_slow_as_batches_of_unequal_prompts_make_it(workload: str) -> None:
+    """As the rule packs prompts into batches, and as the stages pass them on, with as many batches as stages."""
+    lengths, rng = Lengths(problem("llama-3.1-70b", "h100x8", workload).workload), np.random.default_rng(0)
+    cost = equal_stages(4)
+    found = EncodeLane(cost, lengths, TransferCost(cost, cost), 1.0)(np.asarray([2.0, 5.0, 10.0]))
+    prompts = rng.choice(lengths.inputs, 60_000, p=lengths.input_probabilities)
+    for i, size in enumerate((2, 5, 10)):
+        budget, tokens, next_ = PromptBudget(size * lengths.mean_input), [], 0
+        for _ in range(4000):
+            budget.open()
+            first = next_
+            while next_ == first or budget.covers(prompts[next_]):
+                budget.spend(prompts[next_])
+                next_ += 1
+            tokens.append(prompts[first:next_].sum())
+        share = np.asarray(tokens) / np.mean(tokens) / 4
+        finish = np.zeros((4, len(share)))
+        for n in range(4, len(share)):
+            for j in range(4):
+                before = finish[j - 1, n] if j else finish[-1, n - 4]
+                finish[j, n] = max(before, finish[j, n - 1]) + share[n]
+        pace = (finish[-1, -1] - finish[-1, 999]) / 3000
+        assert found.interval[i] / found.through[i] == pytest.approx(pace, rel=0.04)
 
 
 def equal_stages(num_stages: int) -> LaneCost:

@@ -23,10 +23,11 @@ from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import UpperBound, upper_bound
-from xscheduler.space import Space, columns_of
+from xscheduler.space import Left, Space, columns_of
 from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
+from xsimulator.forecast.base import Ints
 
 BOUND = (
     "the throughput, by Little's law, of an engine that is never idle and keeps the same bounds, on monotone step times"
@@ -35,6 +36,8 @@ NUM_BOXES = 12
 """Number of random boxes on which the bounds are tested in a branch."""
 WAIT_STEPS = 5
 """Number of bisection steps to find the rate at which waiting leaves too little time."""
+NUM_SIZES = 24
+"""Number of encode batches for which waits are computed."""
 MANY = 10**9
 """A number of tokens larger than any step's."""
 MOST_PREDICTIONS = 3_000_000
@@ -51,7 +54,7 @@ class Branch:
         relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
-        prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if each stage processes
+        prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if a single stage encodes
             prompts one by one. Otherwise None.
         predictions: number of predictions that bounding the branch has taken.
     """
@@ -108,13 +111,30 @@ class Branch:
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        budgets = self._budgets or (MANY,)
+        budgets = np.asarray([MANY]) if self._sizes is None else self._sizes[1]
         micro = self.space.placement.microbatches
-        return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
+        return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, budgets / micro, micro)
 
     @cached_property
-    def _budgets(self) -> list[int]:
-        return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
+    def _sizes(self) -> tuple[str, Ints] | None:
+        """The variable on which waiting depends, and its values."""
+        for axis in self.relaxed.axes:
+            if axis.variable.name == "token_budget":
+                return axis.variable.name, axis.values
+            if axis.variable.name == "encode_batch" and self._has_lanes:
+                chosen = np.unique(np.geomspace(1, len(axis.values), NUM_SIZES).round().astype(int) - 1)
+                return axis.variable.name, axis.values[chosen]
+        return None
+
+    @property
+    def _has_lanes(self) -> bool:
+        return len(self.space.placement.layouts) == 2
+
+    @cached_property
+    def _prompts_s(self) -> Array:
+        assert self._sizes is not None
+        found: Array = self.relaxed.models.floor.prompt_s(self._sizes[1].astype(float))
+        return found
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         left = self._left(rate, waits)
@@ -123,8 +143,8 @@ class Branch:
             return at_least
         relaxed = self.relaxed
         if left.min() <= 1 - TOLERANCES.close:
-            by_budget = dict(zip(self._budgets, (left / most).tolist(), strict=True)) if self._budgets else None
-            relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_budget)
+            by_size = None if self._sizes is None or len(left) == 1 else Left(*self._sizes, left / most)
+            relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_size)
         for known in self._searched:
             if known.holds(relaxed, left, at_least):
                 return max(known.bound.throughput, at_least)
@@ -137,6 +157,8 @@ class Branch:
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
             return waits.left_by_budget(self._steps, of_one)
+        if waits is not None and self._has_lanes:
+            return np.asarray([waits.left(prompt_s, of_one) for prompt_s in self._prompts_s.tolist()])
         if waits is not None and self.prompt_s is not None:
             return np.asarray([waits.left(self.prompt_s, of_one)])
         return np.ones(1)
@@ -267,6 +289,6 @@ class Branches:
 
 def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> Branch:
     placement, in_steps = space.placement, space.forecast.stations.admits_each_step
-    one_by_one = len(placement.layouts) == 2 or (placement.microbatches == 1 and space.least_requests == 1)
+    one_by_one = len(placement.layouts) == 1 and placement.microbatches == 1 and space.least_requests == 1
     prompt_s = candidates.screen.least_prompt(placement) if one_by_one and not in_steps else None
     return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s)

@@ -140,7 +140,7 @@ class Forecast(ABC, Generic[M]):
         """Return the terms that bound the throughput of placements with any settings."""
 
     def box_throughput(
-        self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
+        self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: Array
     ) -> Array:
         """Return, for each box, an upper bound on the requests a second of its settings.
 
@@ -148,7 +148,7 @@ class Forecast(ABC, Generic[M]):
             model: the model with the lower tables, whose times are lower bounds.
             low, high: predictions for each box's corner with the lowest values, and for the corner with the highest
                 values.
-            latency_s: the bound on latency, or infinite without a bound.
+            latency_s: the bound on each box's latency, or infinite without a bound.
         """
         return high.encode_batch / floor.cycle
 

@@ -126,7 +126,7 @@ class TwoLaneModel:
         )
 
     def most(
-        self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: float | None
+        self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: Array
     ) -> Array:
         """Return an upper bound on the requests a second of settings that keep the bound on latency.
 
@@ -147,7 +147,7 @@ class TwoLaneModel:
         # If larger batches take longer per request, fewer decoding requests have a higher throughput.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
-        if latency_s is None or not self.quantile_decodes:
+        if np.isinf(latency_s).all() or not self.quantile_decodes:
             return most
         # The throughput of steps that take as long as the bound on latency allows, up to rounding.
         longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
@@ -217,6 +217,13 @@ class TwoLaneModel:
         decode = self._decoding.work(each) / step
         encoders, decoders = self._encoding.pipeline.devices.sum(), self._decoding.pipeline.devices.sum()
         return 1 - (encode + decode) / (encoders + decoders)
+
+    def prompt_s(self, encode_batch: Array) -> Array:
+        """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts.
+        # [n], rising -> [n]
+        """
+        found: Array = np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch)
+        return found
 
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array

@@ -86,10 +86,9 @@ class Waa(Forecast[TwoLaneModel]):
         high: Performance,
         floor: Performance,
         microbatches: Array,
-        latency_s: float,
+        latency_s: Array,
     ) -> Array:
-        bound_s = None if np.isinf(latency_s) else latency_s
-        return model.most(low.encode_batch, high.encode_batch, high.peak_requests, microbatches, bound_s)
+        return model.most(low.encode_batch, high.encode_batch, high.peak_requests, microbatches, latency_s)
 
     def box_latencies(
         self,
