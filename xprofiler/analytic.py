@@ -45,6 +45,7 @@ from xgpt.core.schema import (
     Recurrent,
     Surface,
 )
+from xprofiler import launches
 from xprofiler.experts import Routing
 
 T = TypeVar("T", float, npt.NDArray[np.float64])
@@ -240,6 +241,7 @@ class Kernels:
         self.of_head = Kernels(cluster, "bfloat16", engine, kv_dtype) if is_halved else self
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
+        self.engine = engine
         times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
         self.efficiency = efficiency.but(**{k: value for k, value in times.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
@@ -366,6 +368,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
         return products(tokens) + shared + kernels.efficiency.layer_s
 
     encode_attention, decode_attention = _attention(spec, kernels, t)
+    encode_attention = launches.added(encode_attention, spec, t, kernels.engine)
     return LayerTimes(
         tp_degree=t,
         ep_degree=ep,

@@ -35,7 +35,7 @@ from xgpt.core.schema import (
     Recurrent,
     Surface,
 )
-from xprofiler import analytic
+from xprofiler import analytic, launches
 from xprofiler.attention_tables import latent_attention, recurrence, within_window
 from xprofiler.experts import ExpertTable, Routing, stored_as
 from xprofiler.tables import Tables, mean_surface
@@ -220,7 +220,9 @@ class ImportedLayers:
             tp_degree=t,
             ep_degree=ep,
             rest=Curve(points=TOKENS, seconds=tuple(rest.tolist())),
-            encode_attention=mean_surface([encode for encode, _, _ in found.values()], weights),
+            encode_attention=launches.added(
+                mean_surface([encode for encode, _, _ in found.values()], weights), spec, t, engine
+            ),
             decode_attention=mean_surface([decode for _, decode, _ in found.values()], weights),
             head=None if t == 1 else head(spec, self.tables, self.kernels, t),
         )

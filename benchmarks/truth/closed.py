@@ -1,8 +1,9 @@
-"""Yield rows of clients in a closed loop from labs' and vendors' pages of 2025 and 2026 (`closed_loops_2026.csv`).
+"""Yield rows of clients in a closed loop from labs' and vendors' pages of 2025 and 2026 (`closed_loops_2026*.csv`).
 
-Figures may be fitted to every second row of a model, format and engine. The other rows verify. For `sharegpt`, only
-mean lengths are published. Lengths are assumed to be lognormal with that data set's deviation. `uniform` lengths are
-from 1 to twice the mean, as in SGLang's benchmark.
+Figures may be fitted to every second row of a model, format and engine of the first file, and to every second source,
+in alphabetical order, of the second one (`_b`). The other rows verify. Lengths of which only the mean is published are
+drawn: `sharegpt` lognormal with that data set's deviation, `uniform` from 1 to twice the mean, as in SGLang's
+benchmark, `ix` within 11% of the mean. Their means are then made exact.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, closed_loop, needs
 from benchmarks.truth.sources import Figures, Row, cell_of, predicted, read, skew_of, thinned
@@ -22,26 +25,34 @@ from benchmarks.truth.sources import Figures, Row, cell_of, predicted, read, ske
 WIDTHS = {"isl": 1.3, "osl": 1.0}
 """Standard deviations of the logarithm of ShareGPT's lengths."""
 LONGEST = 1024
+SPREADS = {"uniform": 1.0, "ix": 1 / 9}
+"""Half the width of a uniform distribution of lengths, as a share of the mean."""
 
 
-def rows(path: Path, most: int | None) -> Iterator[Row]:
+COLUMNS = {"throughput": "rps", "TPOT": "tpot", "TTFT": "ttft"}
+
+
+def rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
     seen: Counter[tuple[str, ...]] = Counter()
     raws = read(path)
     is_given = {}
+    sources = sorted({raw["source"] for raw in raws})
     for raw in raws:
         key = raw["model"], raw["stored"], raw["engine"]
-        is_given[raw["id"]] = seen[key] % 2 == 0
+        is_given[raw["id"]] = (sources.index(raw["source"]) if path.stem.endswith("_b") else seen[key]) % 2 == 0
         seen[key] += 1
     for raw in thinned(raws, most):
-        measured = {"throughput": float(raw["rps"]), "TPOT": float(raw["tpot"]), "TTFT": float(raw["ttft"])}
-        served = _served(raw)
-        found, why_not = ({}, raw["skip"]) if raw["skip"] else predicted(partial(_predict, served, raw))
+        measured = {name: float(raw[column]) for name, column in COLUMNS.items() if raw[column]}
         group = f"{raw['model']} {raw['stored'] or raw['dtype']} {raw['cluster']} {raw['engine']}"
-        cell = cell_of(served, "closed loop")
-        yield Row("closed loops 2026", group, is_given[raw["id"]], measured, found, raw["id"], why_not, cell)
+        row = Row("closed loops 2026", group, is_given[raw["id"]], measured, note=raw["id"], why_not=raw["skip"])
+        if not raw["skip"]:
+            served = _served(raw, is_imported=is_imported)
+            found, why_not = predicted(partial(_predict, served, raw))
+            row = replace(row, predicted=found, why_not=why_not, cell=cell_of(served, "closed loop"))
+        yield row
 
 
-def _served(raw: dict[str, str]) -> Served:
+def _served(raw: dict[str, str], *, is_imported: bool) -> Served:
     return Served(
         raw["model"],
         raw["cluster"],
@@ -50,9 +61,11 @@ def _served(raw: dict[str, str]) -> Served:
         raw["engine"],
         int(raw["seqs"]),
         int(raw["budget"]),
+        imported=is_imported,
         changes=tuple(json.loads(raw["changes"]).items()),
         ep=int(raw["ep"]),
         stored=cast(Any, raw["stored"] or None),
+        kv_dtype=cast(Any, raw["kv"] or None),
         skew=skew_of(raw["model"]),
     )
 
@@ -61,21 +74,29 @@ def _predict(served: Served, raw: dict[str, str]) -> Figures:
     inputs, outputs = (_lengths(raw, name, np.random.default_rng(i)) for i, name in enumerate(WIDTHS))
     needs(served, max(inputs) + max(outputs))
     times = closed_loop(served, int(raw["clients"]), inputs, outputs)
-    return {
+    found = {
         "throughput": len(inputs) / float(times.end_s.max()),
         "TPOT": float(np.mean(times.gap_s)),
         "TTFT": float(np.mean(times.first_s)),
     }
+    return {name: found[name] for name, column in COLUMNS.items() if raw[column]}
 
 
 def _lengths(raw: dict[str, str], name: str, rng: np.random.Generator) -> list[int]:
     mean, count = float(raw[name]), int(raw["num"])
     if raw["lengths"] == "equal" or mean <= 4:
         return [round(mean)] * count
-    if raw["lengths"] == "uniform":
-        return cast(list[int], rng.integers(1, round(2 * mean), count, endpoint=True).tolist())
+    if raw["lengths"] in SPREADS:
+        spread = SPREADS[raw["lengths"]]
+        return _of_mean(rng.uniform(1 - spread, 1 + spread, count), mean)
     drawn = rng.lognormal(0.0, WIDTHS[name], 20 * count)
     scale = mean
     for _ in range(20):  # shortening the longest lengths is compensated in all others
         scale *= mean / float(np.clip(scale * drawn, 4, LONGEST).mean())
     return cast(list[int], np.clip(scale * drawn[:count], 4, LONGEST).astype(int).tolist())
+
+
+def _of_mean(shape: npt.NDArray[np.float64], mean: float) -> list[int]:
+    """Return whole lengths in proportion to `shape`, at least 1, whose sum is the nearest one to `mean` each."""
+    ends = np.rint(np.cumsum(shape) * mean * len(shape) / shape.sum())
+    return cast(list[int], np.maximum(1, np.diff(ends, prepend=0.0)).astype(int).tolist())

@@ -70,7 +70,7 @@ class Served:
 
     def path_s(self, prompt: float) -> float:
         """Return the seconds of a request outside of the engine's loop."""
-        return self.spec.request_path_s(prompt, self.model_spec.num_layers)
+        return self.spec.request_path_s(prompt)
 
     @property
     def cost(self) -> LaneCost:

@@ -47,5 +47,11 @@ SOURCES = (
     Source("silicon, experts", _in_wheel, experts.served_rows),
     Source("disaggregated", _in_wheel, disaggregated.rows),
     Source("closed loops 2026", _in_folder("closed_loops_2026.csv"), closed.rows),
+    Source("closed loops 2026, b", _in_folder("closed_loops_2026_b.csv"), closed.rows),
+    Source(
+        "closed loops 2026, datasheet",
+        _in_folder("closed_loops_2026_b.csv"),
+        lambda path, most: closed.rows(path, most, is_imported=False),
+    ),
     Source("this machine", here.folder_of, here.rows),
 )

@@ -14,12 +14,14 @@ def unverified(plan: Plan) -> tuple[str, ...]:
         return ()
     found, device = [], plan.cluster.device
     if device.efficiency is not None and device.efficiency.like is not None:
-        found.append(f"{device.name}, whose efficiency is that of {device.efficiency.like}")
+        found.append(f"{device.name}, whose efficiency is derived from that of {device.efficiency.like}")
     lanes = {stage.lane for stage in plan.stages}
     if len(lanes) > 1:
         found.append("prefill and decode on separate devices")
     elif len(plan.stages) > 1:
         found.append("pipelines")
+    if any(stage.ep > stage.tp for stage in plan.stages):
+        found.append("attention by data with shared experts")
     if plan.speculation is not None:
         found.append("drafts")
     if any(block.recurrent is not None for block in plan.model.blocks):

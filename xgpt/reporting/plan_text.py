@@ -17,7 +17,7 @@ TIMED_WORDS = {
     "uncaptured": "the slow-down of steps without CUDA graphs",
     "mixing": "the slow-down of decodes in steps with prompts",
     "before_admission_s": "a request's time in the API server",
-    "layer_path_s": "a request's time for each layer outside the engine loop",
+    "launch_s": "the time to launch a kernel",
     "tokenise_s": "the time to tokenise prompts",
 }
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""

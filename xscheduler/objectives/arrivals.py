@@ -186,11 +186,7 @@ class Arrivals(Objective[PlanDraft]):
         """The constraint, with its bounds reduced by the time that a request spends outside the engine's loop."""
         constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
         prompt = self.scheduler.candidates.lengths.mean_whole_input
-        return (
-            constraint
-            if engine is None
-            else constraint.less(engine.request_path_s(prompt, self.scheduler.problem.model.num_layers))
-        )
+        return constraint if engine is None else constraint.less(engine.request_path_s(prompt))
 
     def _in_engine(self, space: Space) -> Space:
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)

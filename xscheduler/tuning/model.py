@@ -157,10 +157,10 @@ class EngineModel:
 
     def rates_of(self, problem: Problem) -> Array:
         """Return in closed form the highest arrival rate of each candidate in another problem on these placements."""
-        engine, model = problem.engine, problem.model
+        engine = problem.engine
         if engine is not None:
             prompt = self._scheduler.candidates.lengths.mean_whole_input
-            problem = problem.under(problem.constraint.less(engine.request_path_s(prompt, model.num_layers)))
+            problem = problem.under(problem.constraint.less(engine.request_path_s(prompt)))
         candidates = Scheduler(problem).candidates
         rates = []
         for placement, grid in zip(self.placements, self._grids, strict=True):

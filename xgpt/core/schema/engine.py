@@ -12,7 +12,7 @@ from xgpt.core.schema.base import Frozen
 UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 """Fields of an engine that are not figures, so they need no source."""
 
-TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
+TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "launch_s", "tokenise_s")
 """Figures of an engine on which step times and TTFT depend."""
 
 
@@ -68,6 +68,8 @@ class EngineSpec(Frozen):
     """Factor on the time of a step's tokens beyond `captured_tokens`, whose kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a CUDA graph."""
+    launch_s: NonNegativeFloat = 0.0
+    """Seconds to launch a kernel in a step that encodes. Such steps run outside of a CUDA graph, at least in part."""
     rounds_activations: bool = False
     """Whether matrix products with 4-bit weights round activations to 8 bits, on devices with kernels for this."""
     mixing: NonNegativeFloat = 0.0
@@ -78,8 +80,6 @@ class EngineSpec(Frozen):
     """Further seconds until then, for each token of the prompt."""
     stream_s: NonNegativeFloat = 0.0
     """CPU seconds of an API server for each token that it streams, or 0 if not known."""
-    layer_path_s: NonNegativeFloat = 0.0
-    """Further seconds before the first token for each layer of the model, to launch a prompt's kernels one by one."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -173,12 +173,11 @@ class EngineSpec(Frozen):
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
-    def request_path_s(self, prompt: float, num_layers: int) -> float:
-        """Return the part of a request's TTFT, in seconds, that is neither waiting nor steps.
+    def request_path_s(self, prompt: float) -> float:
+        """Return the part of a request's TTFT, in seconds, that is neither waiting nor steps. The engine runs other
+        requests meanwhile.
 
         Args:
             prompt: number of prompt tokens.
-            num_layers: number of layers of the model.
         """
-        fixed_s = self.before_admission_s + self.layer_path_s * num_layers + self.after_token_s
-        return fixed_s + self.tokenise_s * prompt
+        return self.before_admission_s + self.after_token_s + self.tokenise_s * prompt

@@ -200,9 +200,7 @@ class PlanDraft(Frozen):
     @property
     def request_path_s(self) -> float:
         """Seconds of TTFT that are neither waiting nor steps, for a prompt of mean length, by the engine's figures."""
-        return (
-            0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
-        )
+        return 0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
