@@ -79,8 +79,13 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
     assert "the plan's figures are for another, but this machine has " in ran.err
     config = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    for start in (["--dry-run"], ["--port", "0"]):
+        line = xgpt.fails(2, "serve", str(local_plan), *start, "--checkpoint", str(there))
+        assert "plan.checkpoint" in line and "its num_layers is 1, but the plan's is 2" in line
+    (there / "config.json").write_text(json.dumps(config))
+    (there / "tokenizer.json").write_text("[" * 500_000)
     line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
-    assert "plan.checkpoint" in line and "its num_layers is 1, but the plan's is 2" in line
+    assert "tokenizer.json" in line and "nests too deeply" in line
 
 
 def test_seeded_weights_are_said(xgpt: Xgpt) -> None:

@@ -25,12 +25,13 @@ from xgpt.core.processes import raise_file_limit, stops_on_signal
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.rules import load_rule
-from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_xgpt_runs, located, missing
+from xgpt.serving.checking import check_plan, check_plan_for_vllm, located, missing
 from xgpt.serving.running import running
 from xprofiler.others import differences
 from xprofiler.store import profile_of
 from xrunner.server.access.hosts import AllowedHosts, check_exposure
 from xrunner.server.access.keys import ApiKeys, Classes
+from xrunner.server.api.text import load_tokenizer
 from xrunner.server.http.app import create_app
 from xrunner.server.http.connections import check_address
 from xrunner.server.http.process import DRAIN_S, KEY, server_context
@@ -199,16 +200,16 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     if request.engine == "vllm":
         span = 1 if machines is None else machines.count
         on_note(f"vLLM {check_plan_for_vllm(plan, span)}{'' if request.dry_run else ': starting'}")
-    elif request.dry_run:
-        check_plan(plan, request.ray)
     else:
-        check_xgpt_runs(plan, request.ray)
+        check_plan(plan, request.ray)
     bound = inherited_listener()
     if bound is None and (machines is None or not machines.rank):
         _check_port(request, on_note)
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()
+        if plan.checkpoint is not None:
+            load_tokenizer(Path(plan.checkpoint))
         for line in missing(plan, request.profile, replan=request.replan):
             on_note(line)
         return
