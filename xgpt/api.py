@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from xgpt.core.progress import Progress
     from xgpt.core.schema.tuning import CheckOutput, TuneOutput, WatchAlarm
     from xgpt.diagnosis import Finding
-    from xgpt.exporting.export import Target
+    from xgpt.exporting.export import Exported, Target
     from xgpt.keywords import (
         AutoscaleKeywords,
         BenchKeywords,
@@ -687,33 +687,28 @@ def watch(
     watch(plan, profile_of(plan, request.profile), request, on_alarm, stop or NewEvent())
 
 
-def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
-    """Return the contents, by file name, of files that start a plan or a fleet on another machine or platform.
+def export(plan: Plan | FleetPlan | PathLike, to: Target, *, monitoring: str = "monitoring") -> Exported:
+    """Return the files that start a plan or a day's fleet elsewhere, what must exist before, and the commands to start.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
     ...                  objective="saturated")
-    >>> for name, text in xgpt.export(plan, "script").items():
-    ...     print(name, len(text) > 0)
-    plan.json True
-    start.sh True
+    >>> found = xgpt.export(plan, "k8s")
+    >>> sorted(found.files)[-2:], found.starts[0]
+    (['monitoring/objects.yaml', 'xgpt.yaml'], 'kubectl apply -k .')
 
     Args:
-        to: "script": xgpt's own engine; "vllm": vLLM; "sglang": SGLang; "compose": vLLM in Docker Compose; "k8s":
-            xgpt's engine or vLLM on Kubernetes; "dynamo", "llm-d": vLLM on these platforms.
+        to: "shell": a script and a systemd unit; "compose": Docker Compose; "k8s": Kubernetes; "llm-d", "dynamo": vLLM
+            on these platforms.
+        monitoring: namespace of Prometheus, which may read the pods' metrics.
 
     Raises:
-        InputError: the plan needs more memory than its devices have, is for another engine, or the target cannot run
-            it.
+        InputError: the plan needs more memory than its devices have, or the target cannot run it.
     """
     from xgpt.exporting.export import export
-    from xgpt.exporting.fleet import fleet_files
 
-    if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
-        if to != "k8s":
-            raise InputError("to", to, "a fleet can be exported only to k8s")
-        return fleet_files(_fleet(plan))
-    return export(_plan(plan), to)
+    is_fleet = isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan))
+    return export(_fleet(plan) if is_fleet else _plan(plan), to, monitoring)  # type: ignore[arg-type]
 
 
 @_takes(ReportRequest)

@@ -142,13 +142,10 @@ class Directory:
             return
         if name == "plan.json":
             local = re.match(r"xgpt (serve|bench)", command) or "http" in command or "--rule" in command
-            engine = " --engine xgpt-vllm" if "--to k8s" in command else ""
-            made = self.run("xgpt plan --latency-bound 9.8" if local else GPU_PLAN + engine)
+            made = self.run("xgpt plan --latency-bound 9.8" if local else GPU_PLAN)
             assert made.returncode == 0, made.stderr
         elif name in SAMPLES:
-            weights = "--model meta-llama/Llama-3.1-8B --config config.json --engine xgpt-vllm"
-            sample = SAMPLES[name]
-            made = self.run(sample.replace("--model llama-3.1-8b", weights) if "--to k8s" in command else sample)
+            made = self.run(SAMPLES[name])
             assert made.returncode == 0, made.stderr
         elif name.endswith(".csv"):
             _workload(path, 7200.0)

@@ -17,13 +17,12 @@ import pytest
 import yaml
 
 from tests.attack.target import save_checkpoint
+from tests.exports import export
 from tests.fakes import eventually
 from tests.planned import cpus, problem_of, scored
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
-from xgpt.exporting.export import export
-from xgpt.exporting.kubernetes import RAY_PORT
-from xgpt.exporting.pods import PORT
+from xgpt.exporting.replicas import PORT, RAY_PORT
 from xgpt.resolve import load_cluster
 
 LANES = {
@@ -72,7 +71,7 @@ def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     (tmp_path / "keys").mkdir()
     (tmp_path / "plan" / "plan.json").write_text(dump_json(plan))
-    (tmp_path / "keys" / "keys").write_text("0123456789abcdef\n")
+    (tmp_path / "keys" / "key").write_text("0123456789abcdef\n")
     (tmp_path / "ray").write_text(RAY)
     (tmp_path / "ray").chmod(0o755)
     meet, port = free_port(), free_port()

@@ -120,7 +120,7 @@ def test_plans(folder: Path, kind: str, data: st.DataObject) -> None:
         text,
         ("simulate", "mutated.json", "--requests", "5"),
         ("serve", "mutated.json", "--dry-run"),
-        ("export", "mutated.json", "--to", "script", "-o", "out"),
+        ("export", "mutated.json", "--to", "shell", "-o", "out"),
     )
 
 

@@ -45,7 +45,7 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
     works = (
         f"plan {PROBLEM} -o plan.json",
         "simulate plan.json --requests 200",
-        "export plan.json --to script -o scripts",
+        "export plan.json --to shell -o scripts",
         "doctor",
     )
     refused = ("plan --latency-bound 9.8", "compare --latency-bound 9.8", "serve plan.json")

@@ -87,8 +87,8 @@ def test_a_plan_is_served_by_the_engine_of_its_profile(xgpt: Xgpt, plan: Path, e
     line = xgpt.fails(2, "serve", str(plan), "--dry-run", "--engine", run_by)
     assert f"plan.profile.engine: '{engine_name}'" in line and f"xgpt profile --engine {run_by}" in line
     assert (f"--engine {engine_name}" in line) == (engine_name != "sglang")
-    target = "vllm" if run_by == "vllm" else "script"
-    assert "plan.profile.engine" in xgpt.fails(2, "export", str(plan), "--to", target, "-o", "out")
+    if engine_name == "sglang":
+        assert "plan.profile.engine" in xgpt.fails(2, "export", str(plan), "--to", "shell", "-o", "out")
 
 
 def test_an_old_plan_finds_its_profile_after_another_was_made(

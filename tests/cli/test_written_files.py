@@ -29,7 +29,7 @@ NEEDED = {
     "calibrate": ("plan.json", "result.json"),
     "replan": ("plan.json", "--lengths", "day.csv"),
     "report": ("plan.json",),
-    "export": ("plan.json", "--to", "script"),
+    "export": ("plan.json", "--to", "shell"),
 }
 """What each command that writes files must be given."""
 
@@ -129,10 +129,10 @@ def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
     assert (ran.code, ran.err) == (0, "wrote report.html\n")
     assert Path("day.csv").read_text() == day
 
-    Path("start.sh").write_text("echo mine")
-    export = ("export", "plan.json", "--to", "script")
-    assert "'start.sh' is not accepted" in xgpt.fails(2, *export)  # plan.json itself would be written as it is
-    assert Path("start.sh").read_text() == "echo mine"
+    Path("serve.sh").write_text("echo mine")
+    export = ("export", "plan.json", "--to", "shell")
+    assert "'serve.sh' is not accepted" in xgpt.fails(2, *export)  # plan.json itself would be written as it is
+    assert Path("serve.sh").read_text() == "echo mine"
     assert [xgpt(*export, "-o", "deploy").code for _ in range(2)] == [0, 0]
 
 

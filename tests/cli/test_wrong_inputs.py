@@ -56,7 +56,7 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (f"{PLAN} --fix max_num_seqs=64", "", "did you mean max_batch? Otherwise give one of adjustment_percent"),
         (f"{PLAN} --quantile 0.99%", "", "it is a share: 0.99 for 99%"),
         (f"{PLAN} --workload wrong.xlsx", "", "there is no such file"),
-        ("export wrong.yaml --to trtllm", "", "`xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command"),
+        ("export wrong.yaml --to trtllm", "", "the plan says which engine runs: take shell"),
         ("export wrong.yaml --to docker-compose", "", "did you mean compose?"),
         ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
         (

@@ -15,10 +15,9 @@ from uuid import uuid4
 
 import pytest
 
-import xgpt
-from tests.unit.xgpt.exporting.test_exports import CRDS, PLANS
-from tests.unit.xgpt.exporting.test_fleet import deployable
-from xgpt.exporting.export import export
+from tests.exports import CRDS, DIRECTORY, export
+from tests.unit.xgpt.exporting.test_exports import PLANS, REFUSED, deployable
+from xgpt.exporting.replicas import IN_PODS, Target
 
 CONFIG = os.environ.get("XGPT_KUBECONFIG")
 pytestmark = [
@@ -35,13 +34,6 @@ def kubectl(*words: str, given: str | None = None) -> str:
     return ran.stdout
 
 
-def apply(directory: Path, files: dict[str, str], namespace: str) -> None:
-    for name, text in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text)
-    kubectl("apply", "-n", namespace, "--validate=strict", "-k", str(directory))
-
-
 @pytest.fixture
 def namespace() -> Iterator[str]:
     """A namespace that takes no pods but such as ask for no rights."""
@@ -55,8 +47,12 @@ def namespace() -> Iterator[str]:
 
 def define(kind: str) -> None:
     """Make the server know a kind whose schema stands among the tests."""
-    path = Path(xgpt.__file__).parents[1] / "tests" / "unit" / "xgpt" / "exporting" / "crds" / CRDS[kind]
-    group = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io", "DynamoGraphDeployment": "nvidia.com"}[kind]
+    group = {
+        "LeaderWorkerSet": "leaderworkerset.x-k8s.io",
+        "DynamoGraphDeployment": "nvidia.com",
+        "ScaledObject": "keda.sh",
+    }.get(kind, "monitoring.coreos.com")
+    path = DIRECTORY / CRDS[kind]
     version = {"name": path.stem.rpartition("-")[2], "served": True, "storage": True}
     schema = {"openAPIV3Schema": json.loads(path.read_text())["openAPIV3Schema"]}
     plural = f"{kind.lower()}s"
@@ -78,15 +74,22 @@ def define(kind: str) -> None:
     kubectl("wait", "--for=condition=Established", f"crd/{plural}.{group}")
 
 
-@pytest.mark.parametrize("case", PLANS)
-def test_the_server_takes_what_is_exported(case: str, namespace: str, tmp_path: Path) -> None:
+SUBJECTS = {**PLANS, "fleet": deployable()}
+CASES = [(case, target) for case in SUBJECTS for target in IN_PODS if (case, target) not in REFUSED]
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize(("case", "target"), CASES)
+def test_the_server_takes_what_is_exported(
+    case: str, target: Target, side: str, namespace: str, tmp_path: Path
+) -> None:
     for kind in CRDS:
         define(kind)
-    plan, target = PLANS[case]
-    apply(tmp_path, export(plan, target), namespace)
-
-
-def test_the_server_takes_a_fleet_and_its_autoscalers(namespace: str, tmp_path: Path) -> None:
-    files = xgpt.export(deployable(), "k8s")
-    files["kustomization.yaml"] = files["kustomization.yaml"].replace("resources:\n", "resources:\n- hpa.yaml\n")
-    apply(tmp_path, files, namespace)
+    files = export(SUBJECTS[case], target)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    given = [["-k", str(tmp_path)], ["-k", str(tmp_path / "monitoring")]]
+    given += [["-f", str(tmp_path / "keda.yaml")]] if "keda.yaml" in files else []
+    for words in given:
+        kubectl("apply", "-n", namespace, "--validate=strict", f"--server-side={str(side == 'server').lower()}", *words)

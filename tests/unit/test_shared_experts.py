@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.exports import export
 from xgpt import api
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Plan, Precision
 from xgpt.deciding.commands import engine_command
-from xgpt.exporting.export import export
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
 from xprofiler.analytic import Kernels, shared_groups
@@ -86,7 +86,7 @@ def test_engines_are_told_to_share_the_experts(plan: Plan) -> None:
     sglang = engine_command(plan.model_copy(update={"engine": load_engine("sglang")}))
     assert sglang is not None and "--tp-size 8 --dp-size 8 --enable-dp-attention --ep-size 8" in sglang
     assert f"--max-running-requests {8 * plan.policy.max_batch} " in sglang  # type: ignore[union-attr]
-    assert "vllm serve" in export(plan, "vllm")["serve.sh"]
+    assert "vllm serve" in export(plan, "shell")["serve.sh"]
 
 
 def test_our_engine_refuses_to_share_them(plan: Plan) -> None:

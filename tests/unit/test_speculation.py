@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.exports import export
 from tests.unit.xgpt.checkpoints.test_planned import official, spec_like
 from xgpt import api
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import ModelSpec, Plan, Speculation
-from xgpt.exporting.export import export
 from xgpt.problems import from_metrics
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
@@ -141,7 +141,7 @@ def test_tokens_ahead_are_chosen_if_they_gain(acceptance: float, gains: bool) ->
 
 
 def test_the_draft_is_written_in_the_words_of_engines(plan: Plan) -> None:
-    script = export(plan, "vllm")["serve.sh"]
+    script = export(plan, "shell")["serve.sh"]
     config = json.loads(script.split("--speculative-config '")[1].split("'")[0])
     assert config == {"method": "eagle3", "num_speculative_tokens": 2}
     budget = int(script.split("--max-num-batched-tokens ")[1].split()[0])
@@ -149,7 +149,7 @@ def test_the_draft_is_written_in_the_words_of_engines(plan: Plan) -> None:
     drafted = plan.model_copy(
         update={"engine": load_engine("sglang"), "speculation": DRAFT.model_copy(update={"draft": "a/b"})}
     )
-    words = export(drafted, "sglang")["serve.sh"]
+    words = export(drafted, "shell")["serve.sh"]
     assert "--speculative-algorithm EAGLE3 --speculative-num-draft-tokens 4 --speculative-num-steps 3" in words
     assert "--speculative-draft-model-path a/b" in words
 

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import httpx
 
+from tests.exports import export
 from tests.vllm.offline import Requests
 from tests.vllm.plans import exportable, here, plan_with
 from xgpt.core.schema import RraSettings
-from xgpt.exporting.export import PORT, export
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))
 
 
 def test_the_script_starts_it(checkpoint: Path, requests: Requests, expected: list[list[int]], tmp_path: Path) -> None:
-    for name, text in export(exportable(here(RRA), str(checkpoint)), "vllm").items():
-        (tmp_path / name).write_text(text.replace(f"--port {PORT}", "--port 0"))
+    for name, text in export(exportable(here(RRA), str(checkpoint)), "shell").items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text.replace("port=8000", "port=0"))
     program = tmp_path / "xgpt"  # as installing the wheel would make it
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m xgpt "$@"\n')
     program.chmod(0o755)

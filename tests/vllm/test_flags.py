@@ -12,9 +12,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.exports import export
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
-from xgpt.exporting.export import Target, export
+from xgpt.exporting.replicas import Target
 from xrunner.vllm.command import HOST, Launch, launch
 from xrunner.vllm.host import parser, store
 from xrunner.vllm.waa import waa_launches
@@ -57,8 +58,8 @@ def test_lanes_of_waa(plan: Plan, checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["dynamo", "llm-d"])
 @pytest.mark.parametrize("plan", [plan_with(RraSettings(encode_batch=6, decode_iterations=5)), waa_plan()])
 def test_what_is_exported_to_platforms(plan: Plan, target: Target, checkpoint: Path) -> None:
-    text = export(exportable(plan, str(checkpoint)), target)[f"{target}.yaml"]
-    specs = [item["spec"] for item in yaml.safe_load_all(text) if "spec" in item]
+    text = export(exportable(plan, str(checkpoint)), target)["xgpt.yaml"]
+    specs = [item["spec"] for item in yaml.safe_load_all(text) if item and "spec" in item]
     pods = [component["podTemplate"] for spec in specs for component in spec.get("components", ())]
     pods += [spec["template"] for spec in specs if "template" in spec]
     for pod in pods:

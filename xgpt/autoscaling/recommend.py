@@ -18,7 +18,7 @@ from xgpt.core.errors import MachineError
 from xgpt.core.network import address_text
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.exporting.pods import Names
+from xgpt.exporting.replicas import name_of
 from xgpt.requests import AutoscaleRequest
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import cut, read_day
@@ -222,7 +222,7 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 def fleet_name(fleet: FleetPlan) -> str:
     """Return a fleet's name in the form that Kubernetes accepts: only letters, digits and dashes."""
-    return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
+    return name_of(fleet.kinds[0].plan)[:40].rstrip("-")
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ SYNONYMS = {
 }
 """Other names that users may give to values of options, with the names that xgpt uses."""
 NO_TARGET = dict.fromkeys(
-    ("trtllm", "tensorrt-llm", "trt-llm", "tensorrt"),
-    "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command",
+    ("vllm", "sglang", "trtllm", "tensorrt-llm", "trt-llm", "tensorrt", "script", "systemd"),
+    "; the plan says which engine runs: take shell (a script and a systemd unit) or another place",
 ) | {"helm": "; Helm has no export: take k8s (a kustomization) or llm-d (values for the Helm chart of its router)"}
 """Ends of the error messages for targets that `xgpt export` does not have."""
 OPTIONS_ELSEWHERE = {

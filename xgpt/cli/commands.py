@@ -268,24 +268,29 @@ def report() -> None:
 
 
 @options.command("export")
-@click.argument("plan_path", metavar="PLAN.JSON")
+@click.argument("plan_path", metavar="PLAN.JSON|FLEET.JSON")
 @click.option(
     "--to",
     "target",
-    type=click.Choice(["script", "vllm", "sglang", "compose", "k8s", "dynamo", "llm-d"]),
+    type=click.Choice(["shell", "compose", "k8s", "llm-d", "dynamo"]),
     required=True,
-    help="What the files start. script: xgpt's own engine, on one or several machines. vllm: vLLM with the plan's "
-    "schedule, or with vLLM's own scheduler if the plan has speculative decoding. sglang: SGLang with its own "
-    "scheduler. compose: vLLM with its own scheduler, in Docker Compose. k8s: xgpt's own engine or vLLM, on "
-    "Kubernetes. dynamo, llm-d: vLLM with the plan's schedule, on these platforms.",
+    help="What starts the engine's replicas. shell: a script and a systemd unit. compose: Docker Compose. k8s: "
+    "Kubernetes. llm-d, dynamo: vLLM on these platforms.",
 )
+@click.option(
+    "--monitoring",
+    metavar="NAMESPACE",
+    default="monitoring",
+    help="Namespace of Prometheus, which may read the pods' metrics.",
+)
+@click.option("--check", is_flag=True, help="Also check that secrets, claims, images and programs exist.")
 @output_option("Where to write the files.", default=".", metavar="DIR")
 def export() -> None:
-    """Write the files that start a plan, or a day's fleet, on another machine or platform.
+    """Write the files that start a plan, or a day's fleet, elsewhere, with rules and a dashboard that watch it.
 
     \b
     Examples:
-      xgpt export plan.json --to k8s -o deploy
+      xgpt export plan.json --to k8s -o deploy --check
       xgpt export fleet.json --to k8s -o deploy
     """
 

@@ -13,7 +13,8 @@ import click
 from xgpt import api
 from xgpt.cli import options
 from xgpt.cli.options import unchecked_file, write
-from xgpt.exporting.export import start_command
+from xgpt.core.errors import MachineError
+from xgpt.exporting.export import missing
 
 if TYPE_CHECKING:
     from xgpt.exporting.export import Target
@@ -32,14 +33,21 @@ def serve(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_ru
         note(f"{plan_path} can be served here")
 
 
-def export(plan_path: str, target: Target, output: str, force: bool) -> None:
-    files = api.export(plan_path, target)
-    written = {name: unchecked_file(Path(output) / name) for name in files}
+def export(plan_path: str, target: Target, output: str, monitoring: str, check: bool, force: bool) -> None:
+    found = api.export(plan_path, target, monitoring=monitoring)
+    written = {name: unchecked_file(Path(output) / name) for name in found.files}
     for name, file in written.items():
-        file.check(files[name])  # no file is written before all files are checked
+        file.check(found.files[name])  # no file is written before all files are checked
     for name, file in written.items():
-        write(file, files[name])
-    click.echo(f"next: run `{start_command(target)}` in {output}")
+        write(file, found.files[name])
+    lines = [need.remedy for need in found.needs]
+    if check:
+        lines = missing(found, output)
+    click.echo(
+        "\n".join([f"next, in {output}:", *(f"  {line}" for line in (*([] if check else lines), *found.starts))])
+    )
+    if check and lines:
+        raise MachineError("what must exist before is missing:\n  " + "\n  ".join(lines))
 
 
 def ui(port: int, no_browser: bool) -> None:

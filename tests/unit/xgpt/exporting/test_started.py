@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 import xgpt
+from tests.exports import export
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation
 from xgpt.deciding.commands import engine_command
-from xgpt.exporting.export import Target, export
+from xgpt.exporting.replicas import Target
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
 
 PLANNED = {
@@ -30,7 +31,7 @@ PLANNED = {
     "by itself, in eight bits": ("vllm", "chunked"),
     "waa, in eight bits": ("vllm", "waa-c"),
 }
-TARGETS: tuple[Target, ...] = ("vllm", "k8s", "dynamo", "llm-d")
+TARGETS: tuple[Target, ...] = ("shell", "k8s", "dynamo", "llm-d")
 
 
 @cache
@@ -57,7 +58,7 @@ def words_in(node: Any) -> list[list[str]]:
 def started(plan: Plan, target: Target) -> list[list[str]]:
     """Return vLLM's arguments of each engine that exported files start."""
     files = export(plan, target)
-    if target == "vllm":
+    if target == "shell":
         line = next(line for line in files["serve.sh"].splitlines() if line.startswith("exec "))
         commands = [shlex.split(line.removeprefix("exec ").removesuffix('"$@"'))]
     else:
@@ -101,10 +102,6 @@ def test_what_is_started_is_what_was_planned(case: str, target: Target) -> None:
     plan = planned(case)
     assert plan.engine is not None
     assert plan.engine.scheduler == ("own" if case.startswith("by itself") else "xgpt")
-    if plan.engine.scheduler == "own" and target == "k8s":
-        with pytest.raises(InputError, match="plan with `--engine xgpt-vllm`"):
-            export(plan, target)
-        return
     engines = started(plan, target)
     assert len(engines) == len(plan.policy.lanes)
     for words in engines:
@@ -148,7 +145,7 @@ def with_uneven_stages() -> Plan:
 
 @pytest.mark.parametrize("target", ["dynamo", "llm-d"])
 def test_pods_divide_the_layers_as_planned(target: Target) -> None:
-    text = export(with_uneven_stages(), target)[f"{target}.yaml"]
+    text = export(with_uneven_stages(), target)["xgpt.yaml"]
     assert text.count("VLLM_PP_LAYER_PARTITION") == 1 and "18,14" in text
 
 
@@ -157,7 +154,9 @@ def test_commands_divide_the_layers_as_planned() -> None:
     words = ["env", "VLLM_PP_LAYER_PARTITION=18,14", "vllm", "serve"]
     assert str(engine_command(plan)).startswith(" ".join(words))
     own = export(plan.model_copy(update={"checkpoint": "/model/here"}), "compose")["compose.yaml"]
-    assert yaml.safe_load(own)["services"]["vllm-0"]["entrypoint"][:5] == [*words, "/model"]
+    replica = yaml.safe_load(own)["services"]["replica-0"]
+    assert replica["entrypoint"][:3] == ["vllm", "serve", "/model"]
+    assert replica["environment"]["VLLM_PP_LAYER_PARTITION"] == "18,14"
 
 
 def test_dynamo_caches_prefixes_only_if_the_rule_does() -> None:
@@ -212,7 +211,7 @@ def test_another_engine_is_started_as_planned(framework: str, change: str) -> No
         return
     assert command is not None
     if framework == "sglang" and "stages" not in CHANGED[change]:  # a file is written only of a plan that fits together
-        assert command in export(plan, "sglang")["serve.sh"]
+        assert command in export(plan, "shell")["serve.sh"]
     found, stage = read_current(command, plan.cluster), plan.stages[0]
     assert (found.framework, found.model) == (framework, "some/model")
     assert (found.tp_degree, found.num_stages, found.ep_degree) == (stage.tp, len(plan.stages), stage.ep)

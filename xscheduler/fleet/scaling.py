@@ -1,0 +1,65 @@
+"""Scale a fleet by the planned day and by the load: the rule that exports write for Prometheus and KEDA.
+
+Each kind of replica follows the day's schedule, ahead by the time that a replica takes to start. One kind, the cheapest
+for its rate, also takes the load that exceeds what the others hold: ceil((load factor * load - others) / rate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from math import ceil
+
+import numpy as np
+
+from xgpt.core.schema.fleet import FleetPlan
+
+DAY_MIN = 1440
+
+
+class Scaling:
+    """The rule of a fleet.
+
+    Attributes:
+        rates: for each kind, the lowest rate that a replica holds for any of the day's lengths, requests/s. # [kinds]
+        marginal: the kind that takes the rest of the load.
+        least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
+    """
+
+    def __init__(self, fleet: FleetPlan) -> None:
+        self.fleet = fleet
+        used = sorted({interval.lengths for interval in fleet.intervals})
+        self.rates = tuple(min(kind.rates_per_s[group] for group in used) for kind in fleet.kinds)
+        counts = np.asarray([interval.replicas for interval in fleet.intervals])
+        self.least, self.most = tuple(counts.min(axis=0).tolist()), tuple(counts.max(axis=0).tolist())
+        able = [number for number, rate in enumerate(self.rates) if rate > 0 and self.most[number]]
+        self.marginal = min(
+            able or [0], key=lambda number: fleet.kinds[number].price_per_hour / (self.rates[number] or 1)
+        )
+
+    def scheduled(self, kind: int, now_s: float) -> int:
+        """Return the number of replicas that must run now, so that those planned within a start's time serve then."""
+        step_s, lead_s = self.fleet.interval_s, self.fleet.kinds[kind].start_s
+        times = [*np.arange(now_s, now_s + lead_s, step_s).tolist(), now_s + lead_s]
+        return max(self.fleet.interval_at(time_s).replicas[kind] for time_s in times)
+
+    def spans(self, kind: int) -> Iterator[tuple[int, int, int]]:
+        """Return the minutes (begin, end) of a day with more than the least number of replicas, and this number. A load
+        that does not repeat daily has none.
+        """
+        if abs(self.fleet.edges_s[-1] - 60 * DAY_MIN) > self.fleet.interval_s:
+            return
+        minutes = groupby(range(DAY_MIN), lambda minute: self.scheduled(kind, 60.0 * minute))
+        for count, each in minutes:
+            span = list(each)
+            if count > self.least[kind]:
+                yield span[0], span[-1] + 1, count
+
+    def wanted(self, now_s: float, load_per_s: float) -> tuple[int, ...]:
+        """Return the number of replicas of each kind for a load, backlog included."""
+        counts = [self.scheduled(kind, now_s) for kind in range(len(self.rates))]
+        others = sum(n * rate for i, (n, rate) in enumerate(zip(counts, self.rates, strict=True)) if i != self.marginal)
+        if self.rates[self.marginal] > 0:
+            rest = ceil((self.fleet.load_factor * load_per_s - others) / self.rates[self.marginal])
+            counts[self.marginal] = max(counts[self.marginal], rest)
+        return tuple(counts)
