@@ -15,7 +15,7 @@ import yaml
 import xgpt
 from xgpt.core.schema import Plan
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.exporting.replicas import Target
+from xgpt.exporting.groups import Target
 
 DIRECTORY = Path(__file__).parent / "unit" / "xgpt" / "exporting" / "crds"
 CRDS = {

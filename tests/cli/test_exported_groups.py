@@ -22,7 +22,7 @@ from tests.fakes import eventually
 from tests.planned import cpus, problem_of, scored
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
-from xgpt.exporting.replicas import PORT, RAY_PORT
+from xgpt.exporting.groups import PORT, RAY_PORT
 from xgpt.resolve import load_cluster
 
 LANES = {

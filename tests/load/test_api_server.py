@@ -17,7 +17,7 @@ import pytest
 
 from tests.exports import CRDS, DIRECTORY, export
 from tests.unit.xgpt.exporting.test_exports import PLANS, REFUSED, deployable
-from xgpt.exporting.replicas import IN_PODS, Target
+from xgpt.exporting.groups import IN_PODS, Target
 
 CONFIG = os.environ.get("XGPT_KUBECONFIG")
 pytestmark = [

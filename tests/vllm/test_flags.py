@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.exports import export
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
-from xgpt.exporting.replicas import Target
+from xgpt.exporting.groups import Target
 from xrunner.vllm.command import HOST, Launch, launch
 from xrunner.vllm.host import parser, store
 from xrunner.vllm.waa import waa_launches

@@ -19,7 +19,8 @@ from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import Plan
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.version import __version__
-from xgpt.exporting.replicas import IN_PODS, EngineReplicas, Target, images, name_of, pinned, replicas_of
+from xgpt.exporting.groups import IN_PODS, Target
+from xgpt.exporting.replicas import EngineReplicas, images, name_of, pinned, replicas_of
 from xrunner.vllm import TESTED_VERSION
 from xscheduler.fleet.scaling import Scaling
 

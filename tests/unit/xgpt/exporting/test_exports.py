@@ -29,7 +29,7 @@ from xgpt.core.schema import Plan, RraSettings, Stage
 from xgpt.core.schema.estimate import Capacity
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.model_blocks import Block, Recurrent
-from xgpt.exporting.replicas import IN_PODS, Target
+from xgpt.exporting.groups import IN_PODS, Target
 from xgpt.resolve import load_cluster, load_engine
 from xgpt.serving.serve import ServeRequest, share_of
 from xgpt.tuning import metrics

@@ -18,7 +18,7 @@ from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation
 from xgpt.deciding.commands import engine_command
-from xgpt.exporting.replicas import Target
+from xgpt.exporting.groups import Target
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
 
 PLANNED = {
