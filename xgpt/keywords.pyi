@@ -47,6 +47,10 @@ class ObjectiveAndShares(BoundFields, total=False):
     """Share of requests that must keep the bounds."""
     sla: Literal["length", "request"] | None
     """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is at the quantile. request: the quantile of the simulated latencies of all requests."""
+    session_wait_s: float | None
+    """Bound on a session's waiting: the sum of its turns' times to first token. Needs a workload of sessions."""
+    session_time_s: float | None
+    """Bound on the time from a session's start to its last token, without its pauses. Needs a workload of sessions."""
     ttft_quantile: float | None
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: float | None

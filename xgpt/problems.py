@@ -18,18 +18,21 @@ from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
 from xgpt.resolve import (
     engine_of,
+    in_sessions,
     known_id,
     load_classes,
     load_cluster,
     load_engine,
     load_model,
     load_trace,
+    load_workload,
     workload_of,
 )
 from xgpt.served_profile import as_served
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem, runs_in_vllm
 from xsimulator.lengths import Reused
+from xsimulator.session_rate import turns_of
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
@@ -51,7 +54,10 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
             most,
             f"{cluster.name} has {cluster.num_devices}: give auto, a smaller number, or a larger `cluster`",
         )
-    workload, constraint = workload_of(request.workload, spec, request.growth), _with_classes(request)
+    workload, constraint = _lengths(request, spec), _with_classes(request)
+    if workload.sessions is not None and constraint.arrival_rate_per_s is not None:  # the user states sessions
+        turns = turns_of(workload.sessions)
+        constraint = constraint.but(arrival_rate_per_s=turns * constraint.arrival_rate_per_s)
     speculation = _speculation(request, spec)
     engine = _named_engine(request, cluster)
     profile = _profile(request, spec, checkpoint, cluster, engine, progress)
@@ -78,6 +84,24 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         speculation=speculation,
         reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
+
+
+def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
+    """Return the request lengths. Bounds on sessions need sessions, by a law or in a log."""
+    bound = next((name for name in ("session_wait_s", "session_time_s") if getattr(request, name) is not None), None)
+    given = request.workload
+    if bound is not None and isinstance(given, str):
+        found = load_workload(given)
+        given = found if found.sessions is not None else in_sessions(given)
+    workload = workload_of(given, spec, request.growth)
+    if workload.sessions is None:
+        if bound is not None:
+            raise InputError(bound, getattr(request, bound), f"{workload.name} has no sessions: give a law of sessions")
+        return workload
+    for name, unset in (("shared_prefix", 0), ("outputs", 1.0), ("rate", 1.0)):
+        if (value := getattr(request, name)) != unset:
+            raise InputError(name, value, f"{workload.name} is a law of sessions: state it there")
+    return workload
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:

@@ -191,6 +191,10 @@ class ObjectiveAndShares(BoundFields):
     sla: Annotated[Sla | None, Option(unset="length", group=RESEARCH)] = None
     """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is
     at the quantile. request: the quantile of the simulated latencies of all requests."""
+    session_wait_s: Annotated[PositiveFloat | None, Option("--session-wait", "S", "seconds")] = None
+    """Bound on a session's waiting: the sum of its turns' times to first token. Needs a workload of sessions."""
+    session_time_s: Annotated[PositiveFloat | None, Option("--session-time", "S", "seconds")] = None
+    """Bound on the time from a session's start to its last token, without its pauses. Needs a workload of sessions."""
     ttft_quantile: Annotated[Share | None, TOGETHER] = None
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: Annotated[Share | None, TOGETHER] = None
@@ -784,7 +788,10 @@ def _check_objective(given: dict[str, Any]) -> None:
     other = "arrivals" if saturated else "saturated"
     by_rate = "arrival_rate_per_s" in given and not saturated
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
-    of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
+    of_arrivals = (
+        *("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile"),
+        *("session_wait_s", "session_time_s"),
+    )
     if given.get("sla") == "request" and "maximise" in given:
         raise InputError("maximise", given["maximise"], "it needs `sla=length`: give that, or leave `maximise` out")
     for name in ("among", "maximise"):

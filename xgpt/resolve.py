@@ -18,7 +18,7 @@ from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
 from xgpt.core.schema.workload import SessionSpec
-from xgpt.core.sessions import Sessions
+from xgpt.core.sessions import law_of, workload_of_law
 from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
 from xgpt.core.workload import TraceLengths, histogram
 
@@ -192,8 +192,8 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     path = find_config("workloads", name)
     if is_trace(path):
         workload = read_workload(path)
-    elif (sessions := _law(path)) is not None:
-        workload = sessions.workload
+    elif (of_law := _law(path)) is not None:
+        workload = of_law
     elif path.suffix in _YAML:
         written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
         workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
@@ -246,23 +246,27 @@ def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
     return LogLoad.of(trace_name(path), read_lengths(path), growth)
 
 
-def load_sessions(name: str) -> Sessions | None:
-    """Return the sessions of a workload, by their law or as a trace names them, or None if it has none."""
-    path = find_config("workloads", name)
-    if path.suffix in _YAML:
-        return _law(path)
-    trace = read_lengths(path) if has_requests(path) else None
-    return None if trace is None or trace.sessions is None else Sessions(trace_name(path), trace)
+def in_sessions(name: str) -> Workload:
+    """Return the workload of the sessions in a log.
+
+    Raises:
+        InputError: the workload is no log, or its rows name no sessions.
+    """
+    trace = load_trace(name)
+    if trace is None or trace.sessions is None:
+        says = "it has no sessions: give a law of sessions (YAML), or a log whose rows name their session"
+        raise InputError("workload", name, says)
+    return workload_of_law(trace_name(find_config("workloads", name)), law_of(trace))
 
 
-def _law(path: Path) -> Sessions | None:
+def _law(path: Path) -> Workload | None:
     if path.suffix not in _YAML:
         return None
     document = load_yaml(path, "workload")
     if not isinstance(document, dict) or "sessions" not in document:
         return None
     spec = parse(document, SessionSpec, "workload")
-    return Sessions.of(spec.name, spec.sessions)
+    return workload_of_law(spec.name, spec.sessions)
 
 
 def load_trace(name: str) -> TraceLengths | None:

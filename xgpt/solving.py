@@ -36,6 +36,7 @@ from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_ea
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
 from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.saturation import with_simulated_figures
+from xscheduler.objectives.sessions import found_in_sessions
 from xscheduler.objectives.sizing import ClusterChoice, Confidence, cheapest, fewest_devices
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
@@ -136,7 +137,8 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
     started = time.perf_counter()
     try:
         problem, found, ahead = _with_best_draft(request, problem, progress)
-        found = with_reuse(_find_each(request), problem, trace, found)
+        if problem.workload.sessions is None:
+            found = with_reuse(_find_each(request), problem, trace, found)
     except InfeasibleError as error:
         if problem.profile.is_restless:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
@@ -150,7 +152,13 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:
-    return partial(found_each, policy=request.policy, search=request.search, order=request.order, progress=progress)
+    how: dict[str, Any] = {"policy": request.policy, "search": request.search, "order": request.order}
+
+    def find(problem: Problem) -> dict[str, Found]:
+        search = found_each if problem.workload.sessions is None else found_in_sessions
+        return search(problem, **how, progress=progress)
+
+    return find
 
 
 def _with_best_draft(

@@ -83,13 +83,14 @@ class Problem:
         """Return how K/V memory is promised under a policy, as the user requested or by the engine's default.
 
         By default, memory is reserved for the longest output where the fast simulation cannot preempt requests: in
-        pipelines, with a draft, and with cached prompts.
+        pipelines, with a draft, and with cached prompts of requests that are no turns of sessions.
         """
         if self.kv is not None:
             return self.kv
         engine = self.engine_of(kind)
         by_use = engine is not None and engine.admits_by_use and engine.scheduler == "own"
-        is_plain = microbatches == 1 and self.speculation is None and self.reused is None
+        is_reusing = self.reused is not None and self.workload.sessions is None
+        is_plain = microbatches == 1 and self.speculation is None and not is_reusing
         return "quantile" if by_use and is_plain else "reserve"
 
     def under(self, constraint: Constraint) -> Problem:

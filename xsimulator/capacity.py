@@ -24,6 +24,7 @@ from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes
+from xsimulator.session_rate import session_capacity
 
 LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
@@ -314,6 +315,8 @@ def capacity(
     """
     if not plan.constraint.bounds_latency:
         return None
+    if plan.workload.sessions is not None:
+        return session_capacity(plan, profile, predicted)[0]
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
 
 

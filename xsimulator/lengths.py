@@ -210,16 +210,14 @@ def reused_at(
     Args:
         kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`.
     """
-    cached = curve.cached(tokens)
-    order = np.argsort(curve.inputs - cached, kind="stable")
+    kept = tokens if kept_tokens is None else kept_tokens
+    return reused_of(curve.inputs, curve.cached(tokens), kept, curve.most, holds_prompts=holds_prompts)
+
+
+def reused_of(inputs: Ints, cached: Ints, kept_tokens: float, most: float, *, holds_prompts: bool = True) -> Reused:
+    """Return the part of prompts that requests find, given the cached tokens of each. # inputs, cached: [requests]"""
+    order = np.argsort(inputs - cached, kind="stable")
     groups = np.array_split(order, min(len(order), KINDS))
-    columns = [[float(values[group].mean()) for group in groups] for values in (curve.inputs, cached)]
+    columns = [np.asarray([float(values[group].mean()) for group in groups]) for values in (inputs, cached)]
     shares = np.asarray([len(group) / len(order) for group in groups])
-    return Reused(
-        np.asarray(columns[0]),
-        np.asarray(columns[1]),
-        shares,
-        tokens if kept_tokens is None else kept_tokens,
-        curve.most,
-        holds_prompts,
-    )
+    return Reused(columns[0], columns[1], shares, kept_tokens, most, holds_prompts)

@@ -47,6 +47,22 @@ class TurnTimes:
     def whole_s(self) -> Floats:
         return self.end_s - self.arrived_s
 
+    @property
+    def paused_s(self) -> Floats:
+        """Pause before each turn."""
+        assert self.trace.sessions is not None
+        return self.trace.sessions.pause_s
+
+    @property
+    def kept_token_s(self) -> Floats:
+        """Tokens that each turn found of those that the turn before it computed, times the seconds they were kept."""
+        sessions = self.trace.sessions
+        assert sessions is not None
+        later = sessions.after != FIRST
+        kept = np.where(later, self.cached - _shared(self.trace), 0)
+        since = np.where(later, self.arrived_s - self.end_s[sessions.after], 0.0)
+        return np.maximum(kept, 0) * since
+
     def of_sessions(self, values: Floats) -> Floats:
         """Return the sum of a figure over the turns of each session. # [sessions]"""
         assert self.trace.sessions is not None

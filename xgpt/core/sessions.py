@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -21,13 +18,13 @@ def draw_sessions(law: SessionLaw, count: int, rng: np.random.Generator) -> Trac
     Raises:
         InputError: not even a first turn fits into `max_context`.
     """
-    turns = _Turns(law, rng)
+    turns = _DrawnTurns(law, rng)
     for number, length in enumerate(draw(histogram(law.turns), count, rng).tolist()):
         turns.add_session(number, length)
     return turns.found
 
 
-class _Turns:
+class _DrawnTurns:
     def __init__(self, law: SessionLaw, rng: np.random.Generator) -> None:
         self._law, self._rng = law, rng
         self._next: dict[str, list[int]] = {}
@@ -86,71 +83,39 @@ def pauses(law: Pause, count: int, rng: np.random.Generator) -> Floats:
     return np.minimum(drawn, law.max_s)
 
 
-@dataclass(frozen=True, eq=False)
-class Sessions:
-    """A load of sessions.
-
-    Attributes:
-        trace: sessions of the law, or of a log. With a log, `timestamp_s` has the recorded times.
-        law: the law from which further sessions are drawn. None means that sessions of the log are repeated.
-    """
-
-    name: str
-    trace: TraceLengths
-    law: SessionLaw | None = None
-
-    @classmethod
-    def of(cls, name: str, law: SessionLaw) -> Sessions:
-        return cls(name, draw_sessions(law, NUM_DRAWN, np.random.default_rng(0)), law)
-
-    @cached_property
-    def workload(self) -> Workload:
-        """The lengths of the turns, in bins."""
-        return Workload(name=self.name, input=binned(self.trace.input), output=binned(self.trace.output))
-
-    @property
-    def num_turns(self) -> float:
-        """Mean number of turns of a session."""
-        return len(self.trace.input) / self._sessions.num_sessions
-
-    @property
-    def pause_s(self) -> float:
-        """Mean seconds of all pauses of a session."""
-        return float(self._sessions.pause_s.sum()) / self._sessions.num_sessions
-
-    @property
-    def _sessions(self) -> TraceSessions:
-        assert self.trace.sessions is not None
-        return self.trace.sessions
-
-    def draw(self, count: int, rng: np.random.Generator) -> TraceLengths:
-        """Return `count` sessions in random order: of the law or, at random, of the log."""
-        if self.law is not None:
-            return draw_sessions(self.law, count, rng)
-        of_session = np.argsort(self._sessions.session, kind="stable")
-        starts = np.searchsorted(self._sessions.session[of_session], np.arange(self._sessions.session.max() + 2))
-        chosen = rng.integers(0, len(starts) - 1, count)
-        places = [of_session[starts[i] : starts[i + 1]] for i in chosen.tolist()]
-        parts = [self.trace.take(part) for part in places]
-        return joined(parts)
+def workload_of_law(name: str, law: SessionLaw) -> Workload:
+    """Return the lengths of the turns of a law's sessions."""
+    trace = draw_sessions(law, NUM_DRAWN, np.random.default_rng(0))
+    return Workload(name=name, input=binned(trace.input), output=binned(trace.output), sessions=law)
 
 
 NUM_DRAWN = 400
 """Number of sessions from which the lengths of a law's turns are taken."""
 
 
-def joined(parts: Sequence[TraceLengths]) -> TraceLengths:
-    """Return sessions one after the other, each as a session of its own."""
-    begins = np.cumsum([0, *(len(part.input) for part in parts)])
-    sessions = [part.sessions for part in parts if part.sessions is not None]
-    columns = {}
-    for name in ("after", "like"):
-        moved = [getattr(each, name) + begin for each, begin in zip(sessions, begins, strict=False)]
-        columns[name] = np.concatenate(
-            [np.where(getattr(each, name) == FIRST, FIRST, one) for each, one in zip(sessions, moved, strict=True)]
-        )
-    for name in ("pause_s", "common"):
-        columns[name] = np.concatenate([getattr(each, name) for each in sessions])
-    number = np.repeat(np.arange(len(parts)), np.diff(begins))
-    lengths = [np.concatenate([getattr(part, name) for part in parts]) for name in ("input", "output")]
-    return TraceLengths(lengths[0], lengths[1], None, sessions=TraceSessions(number, **columns))
+def law_of(trace: TraceLengths) -> SessionLaw:
+    """Return a law with the lengths, turns and pauses of a log's sessions. Forked turns count as turns."""
+    sessions = trace.sessions
+    assert sessions is not None
+    is_first = sessions.after == FIRST
+    shared = int(sessions.common[is_first].min())
+    like, later = sessions.like[~is_first], ~is_first
+    before, said = trace.input[like], trace.output[like]
+    left = np.clip(before + said - sessions.common[later], 0, said).sum() / max(said.sum(), 1)
+    added = trace.input[later] - sessions.common[later]
+    paused = sessions.pause_s[later]
+    middle, p90 = (float(np.quantile(paused, q)) if len(paused) else 0.0 for q in (0.5, 0.9))
+    middle = max(middle, 1e-3) if p90 > 0 else 0.0
+    turns = np.bincount(np.unique(sessions.session, return_inverse=True)[1])
+    return SessionLaw(
+        turns=binned(turns),
+        shared_prefix=shared,
+        first_input=binned(np.maximum(trace.input[is_first] - shared, 1)),
+        added_input=binned(np.maximum(added, 1) if len(added) else [1]),
+        output=binned(trace.output),
+        left_out=float(left) if left > 0.01 else 0.0,
+        pause=Pause(
+            median_s=middle, p90_s=max(p90, middle) or None, max_s=max(float(sessions.pause_s.max()), p90, 1.0)
+        ),
+        max_context=int((trace.input + trace.output).max()),
+    )

@@ -13,6 +13,7 @@ from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement, Sized
+from xgpt.core.workload import Floats
 from xgpt.deciding.commands import engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, at_load
 from xgpt.deciding.ranges import ranges_of
@@ -20,6 +21,7 @@ from xgpt.deciding.verified import unverified
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xsimulator.capacity import Trial
+from xsimulator.session_rate import SessionTrial, per_session
 
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
@@ -110,6 +112,7 @@ def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> 
         num_devices=plan.num_devices,
         processes=processes_of(plan, kept, path),
         rate_per_s=_rate(plan, plan.estimate.ranges),
+        sessions=plan.estimate.sessions,
         cost_per_hour=None if price is None else price * plan.num_devices,
         cost_per_million_tokens=plan.estimate.cost_per_million_tokens,
     )
@@ -131,12 +134,13 @@ def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
 def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKept, ...]:
     """Return the user's bounds, with the times that a plan reaches at a rate."""
     constraint = plan.constraint
-    times = Trial(plan, profile).at(rate_per_s) if rate_per_s > 0 and constraint.bounds_latency else None
-    seen = (None,) * 3 if times is None else (times.whole_s, times.ttft_s, times.tpot_s)
+    seen = times_at(plan, profile, rate_per_s) if rate_per_s > 0 and constraint.bounds_latency else (None,) * 5
     bounds = (
         ("latency", constraint.latency_bound_s, None),
         ("TTFT", constraint.ttft_s, constraint.ttft_quantile),
         ("TPOT", constraint.tpot_s, constraint.tpot_quantile),
+        ("session waiting", constraint.session_wait_s, None),
+        ("session time", constraint.session_time_s, None),
     )
     return tuple(
         BoundKept(
@@ -148,6 +152,19 @@ def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKep
         for (name, bound, quantile), reached in zip(bounds, seen, strict=True)
         if bound is not None
     )
+
+
+def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | None, ...]:
+    """Return the times of requests to the last and the first token and between tokens, and of sessions: waiting, and
+    all without pauses. None: not known.
+    """
+    if plan.workload.sessions is None:
+        times = Trial(plan, profile).at(rate_per_s)
+        return (None,) * 5 if times is None else (times.whole_s, times.ttft_s, times.tpot_s, None, None)
+    trial = SessionTrial(plan, profile)
+    run, _, counts = trial.at(rate_per_s / trial.turns)
+    of_sessions = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s))
+    return (run.whole_s[counts], run.ttft_s[counts], run.tpot_s[counts], *of_sessions)
 
 
 def _decide(first: Offer, now: Offer | None, gain: Gain | None, quantile: float) -> tuple[Action, str]:

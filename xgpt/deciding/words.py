@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
+from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept
 
 WIDTH = 80
@@ -37,7 +38,11 @@ def _answer(found: Recommendation) -> Iterator[str]:
 
 def _promise(found: Recommendation) -> Iterator[str]:
     best = found.best
-    if found.bounds:
+    if (sessions := best.sessions) is not None:
+        rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
+        yield f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
+        yield from session_lines(sessions)
+    elif found.bounds:
         yield f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
     else:
         yield f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
@@ -51,6 +56,27 @@ def _promise(found: Recommendation) -> Iterator[str]:
         yield f"{gain_in_words(found)}."
     if found.unverified:
         yield f"Not verified by measurements: {'; '.join(found.unverified)}."
+
+
+def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
+    """Return a rate of turns as one of sessions."""
+    return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
+
+
+def session_lines(found: SessionEstimate) -> Iterator[str]:
+    """Yield what turns find in the cache, and what keeping it gains."""
+    last = found.reused_by_turn[-1]
+    text = f"Turns find {100 * found.reused_by_turn[0]:.0f}% of their first prompt and {100 * last:.0f}% of later ones"
+    if found.kept_tokens:
+        text += f" in {found.kept_tokens:,.0f} tokens kept between turns"
+    if found.alone_per_s is not None and found.alone_per_s > 0:
+        text += f", which serves {found.rate_per_s / found.alone_per_s:.2g} times as many sessions as recomputing"
+    yield f"{text}."
+    if found.balanced_per_s is not None:
+        yield (
+            f"Route by session: {found.rate_per_s:.3g} sessions/s, against {found.balanced_per_s:.3g} if each turn may "
+            "go to any replica."
+        )
 
 
 def load_in_words(load: AtLoad) -> str:
@@ -73,7 +99,8 @@ def _reasons(found: Recommendation) -> Iterator[str]:
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
         where = f" on {found.best.num_devices} devices" if found.best.num_devices > 1 else ""
-        yield f"{gap}{where}: with these step times no schedule searched exceeds {found.limit_per_s:.3g}."
+        most = found.limit_per_s / (1 if found.best.sessions is None else found.best.sessions.turns)
+        yield f"{gap}{where}: with these step times no schedule searched exceeds {most:.3g}."
     if found.with_more_work is not None:
         yield f"With more work: {_in_short(found.with_more_work)}."
     if found.runner_up is not None:
@@ -111,6 +138,8 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
 
 def _in_short(offer: Offer) -> str:
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
+    if offer.sessions is not None:
+        return f"{offer.name}{scheduler}: {offer.sessions.rate_per_s:.3g} sessions/s"
     return f"{offer.name}{scheduler}: {offer.rate_per_s.value:.3g} requests/s"
 
 

@@ -82,6 +82,10 @@ class Constraint(Frozen):
     """Share of requests that must keep `tpot_s`. None means that it is among the bounds that a share `quantile` must
     keep.
     """
+    session_wait_s: PositiveFloat | None = Field(default=None, exclude_if=lambda bound: bound is None)
+    """Bound on the sum of a session's times to first token. None means no bound."""
+    session_time_s: PositiveFloat | None = Field(default=None, exclude_if=lambda bound: bound is None)
+    """Bound on the time from a session's start to its last token, without its pauses. None means no bound."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain, requests a second. None means as high as possible."""
     burstiness: float = Field(default=1.0, gt=0, le=100)
@@ -118,8 +122,13 @@ class Constraint(Frozen):
 
     @property
     def bounds_latency(self) -> bool:
-        """Whether the time to the last token, the time to first token or the time per token is bounded."""
-        return any(bound is not None for bound in self.bounds)
+        """Whether any time of a request or a session is bounded."""
+        return any(bound is not None for bound in (*self.bounds, *self.session_bounds))
+
+    @property
+    def session_bounds(self) -> tuple[float | None, float | None]:
+        """The bounds on a session's waiting and on its time."""
+        return self.session_wait_s, self.session_time_s
 
     @property
     def bounds(self) -> Bounds:

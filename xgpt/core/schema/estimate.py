@@ -80,6 +80,31 @@ class Capacity(Frozen):
     """Seed from which lengths and arrivals are drawn."""
 
 
+class SessionEstimate(Frozen):
+    """The sessions at the highest rate at which the bounds are kept, by simulation."""
+
+    rate_per_s: float
+    """Sessions that begin in a second."""
+    at_once: float
+    """Mean number of sessions that have begun and not ended, pauses included."""
+    turns: float
+    """Mean number of turns of a session."""
+    reused_by_turn: tuple[float, ...]
+    """Share of prompt tokens that are found in the cache, by the first, second, ... turn."""
+    wait_s: float
+    """The constraint's quantile of the sum of a session's times to first token."""
+    time_s: float
+    """The constraint's quantile of a session's time without its pauses."""
+    kept_tokens: float
+    """Mean number of tokens whose K/V is kept for sessions that pause, on all replicas."""
+    alone_per_s: float | None = None
+    """Sessions a second of the same plan if no K/V is kept between turns, or None if not simulated."""
+    balanced_per_s: float | None = None
+    """Sessions a second if each turn goes to any replica, or None if there is one replica."""
+    num_sessions: int
+    """Number of simulated sessions that count."""
+
+
 class StepTimes(Frozen):
     """A model of a step's seconds through all stages of its lane.
 
@@ -167,6 +192,8 @@ class Estimate(Frozen):
     """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths do not vary."""
     reuse: ReuseEstimate | None = None
     """The expected prefix reuse. None means that the plan expects none."""
+    sessions: SessionEstimate | None = Field(default=None, exclude_if=lambda found: found is None)
+    """The sessions that the plan serves, or None if requests are independent."""
     simulated: tuple[str, ...] = ()
     """Names of the figures that come from simulation. All others except `capacity` come from closed forms."""
     step_times: StepTimes | None = None

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.estimate import SessionEstimate
 
 Action = Literal["run", "change", "keep"]
 
@@ -42,7 +43,7 @@ class Process(Frozen):
 class BoundKept(Frozen):
     """One of the user's bounds, and the margin that the plan leaves."""
 
-    name: Literal["latency", "TTFT", "TPOT"]
+    name: Literal["latency", "TTFT", "TPOT", "session waiting", "session time"]
     """What is bounded."""
     bound_s: PositiveFloat
     """Seconds of the bound."""
@@ -88,6 +89,8 @@ class Offer(Frozen):
     """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
     rate_per_s: Ranged
     """Highest arrival rate within the bounds or, without bounds, the saturated throughput."""
+    sessions: SessionEstimate | None = Field(default=None, exclude_if=lambda found: found is None)
+    """The sessions at this rate, or None if requests are independent."""
     at_load: AtLoad | None = None
     """What it keeps at the user's load. None means that the user stated no load."""
     cost_per_hour: float | None = None

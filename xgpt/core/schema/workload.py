@@ -195,3 +195,5 @@ class Workload(Frozen):
     """Prompt lengths."""
     output: Histogram
     """Output lengths."""
+    sessions: SessionLaw | None = Field(default=None, exclude_if=lambda law: law is None)
+    """The law of the sessions whose turns the requests are. None means that requests are independent."""

@@ -1,0 +1,178 @@
+"""Sessions: brute force on small problems, the ceiling attacked by random settings, decisions that flip, and published
+measurements of what turns find in the cache.
+
+    python -m benchmarks.sessions brute --problems 10
+    python -m benchmarks.sessions attack --problems 500
+    python -m benchmarks.sessions flips
+    python -m benchmarks.sessions published
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import click
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import SearchEffort
+from xgpt.core.schema.workload import SessionLaw
+from xgpt.core.sessions import workload_of_law
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xscheduler.objectives.sessions import KINDS, found_in_sessions
+from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
+from xsimulator.session_rate import SessionTrial
+
+CLUSTERS = ("h100x1", "h200x1", "a100x2", "h100x2", "l40sx4")
+MODELS = ("llama-3.1-8b", "opt-13b", "qwen3-8b")
+
+
+def random_law(rng: np.random.Generator, most: int) -> SessionLaw:
+    """Return a law of sessions whose contexts hold at most `most` tokens."""
+
+    def between(low: float, high: float) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    shared = int(rng.choice([0, between(64, most // 4)]))
+    added, output, first = between(20, most // 8), between(8, most // 8), between(50, most // 4)
+    pause = float(np.exp(rng.uniform(np.log(0.05), np.log(120))))
+    return SessionLaw.model_validate(
+        {
+            "turns": {"kind": "uniform", "min": 1, "max": between(2, 40)},
+            "shared_prefix": shared,
+            "first_input": {"kind": "uniform", "min": max(1, first // 2), "max": 2 * first},
+            "added_input": {"kind": "uniform", "min": max(1, added // 3), "max": 2 * added},
+            "output": {"kind": "uniform", "min": max(1, output // 3), "max": 2 * output},
+            "left_out": float(rng.choice([0.0, 0.5])),
+            "pause": {"median_s": pause, "p90_s": float(pause * rng.uniform(1.1, 8))},
+            "max_context": most,
+        }
+    )
+
+
+def random_problem(rng: np.random.Generator) -> Problem:
+    model = str(rng.choice(MODELS))
+    most = 2000 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
+    workload = workload_of_law("random", random_law(rng, most))
+    ttft, tpot = float(np.exp(rng.uniform(-1, 2))), float(np.exp(rng.uniform(-3.5, -1.5)))
+    asked: dict[str, float] = {"ttft_s": ttft, "session_wait_s": float(ttft * rng.uniform(1, 12))}
+    if rng.random() < 0.5:
+        asked["tpot_s"] = tpot
+    cluster = str(rng.choice(CLUSTERS))
+    request = plan_request(
+        model=model, cluster=cluster, workload=workload, quantile=float(rng.choice([0.9, 0.95, 0.99])), **asked
+    )
+    return resolve(request)
+
+
+EFFORT = SearchEffort(method="given", evaluations=1, space_size=1, seconds=0.0)
+
+
+def attacked(problem: Problem, rng: np.random.Generator, tries: int) -> float:
+    """Return the highest rate of random settings, in turns a second."""
+    constraint = scheduler(problem).problem.constraint
+    by = scheduler(replace(problem, constraint=constraint.but(session_wait_s=None, session_time_s=None)))
+    spaces = [space for kind in KINDS for space in by.candidates.spaces(kind) if space.num_points]
+    best = 0.0
+    for _ in range(tries if spaces else 0):
+        space = spaces[int(rng.integers(len(spaces)))]
+        columns = space.points(rng.integers(space.num_points, size=1))
+        settings = space.settings(columns, 0)
+        draft = by.draft_at(space, settings, EFFORT)
+        if draft is None:
+            continue
+        draft = draft.but(constraint=constraint)
+        trial = SessionTrial(draft, problem.profile)
+        start = best * 1.02 or 0.3 * draft.estimate.throughput_rps
+        if best and not trial.keeps(start / trial.turns):
+            continue
+        rate = trial.highest(start / trial.turns) * trial.turns
+        best = max(best, rate)
+    return best
+
+
+def brute_force(problem: Problem) -> float:
+    """Return the highest rate of all settings, in turns a second."""
+    constraint = scheduler(problem).problem.constraint
+    by = scheduler(replace(problem, constraint=constraint.but(session_wait_s=None, session_time_s=None)))
+    best = 0.0
+    for space in (space for kind in KINDS for space in by.candidates.spaces(kind)):
+        columns = space.points(np.arange(space.num_points))
+        for i in range(space.num_points):
+            draft = by.draft_at(space, space.settings(columns, i), EFFORT)
+            if draft is None:
+                continue
+            trial = SessionTrial(draft.but(constraint=constraint), problem.profile)
+            if not best or trial.keeps(1.001 * best / trial.turns):
+                best = max(best, trial.highest((best or 1.0) / trial.turns) * trial.turns)
+    return best
+
+
+@click.group()
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.option("--problems", default=500, show_default=True)
+@click.option("--tries", default=25, show_default=True)
+@click.option("--seconds", default=1000.0, show_default=True)
+def attack(problems: int, tries: int, seconds: float) -> None:
+    """Attack the ceiling of random problems by random settings."""
+    began, excesses, gaps, none = time.monotonic(), list[float](), list[float](), 0
+    for seed in range(problems):
+        if time.monotonic() - began > seconds:
+            break
+        rng = np.random.default_rng(seed)
+        try:
+            problem = random_problem(rng)
+            found = next(iter(found_in_sessions(problem).values()))
+        except InfeasibleError:
+            none += 1
+            continue
+        most, rate = found.ceiling.most, found.plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
+        best = max(rate, attacked(problem, rng, tries))
+        if most is None:
+            none += 1
+            continue
+        excesses.append(best / most - 1)
+        gaps.append(best / rate - 1)
+        if best > most or best > 1.05 * rate:
+            click.echo(f"{seed}: best {best:.4g}, plan {rate:.4g}, ceiling {most:.4g}")
+    count = len(excesses)
+    over = [excess for excess in excesses if excess > 0]
+    better = [gap for gap in gaps if gap > 0.02]
+    click.echo(
+        f"{count} problems ({none} more without a plan or a ceiling): {len(over)} ceilings exceeded, by at most "
+        f"{max(over, default=0.0):.1%}; random settings beat the plan by more than 2% in {len(better)}, by at most "
+        f"{max(gaps, default=0.0):.1%}; median ceiling / best {1 / (1 + float(np.median(excesses))):.2f}"
+    )
+
+
+@main.command()
+@click.option("--problems", default=10, show_default=True)
+def brute(problems: int) -> None:
+    """Compare plans with the best of all settings on small problems."""
+    table, seed = ["| problem | settings | plan, turns/s | best of all | lost |", "|---|---|---|---|---|"], 0
+    while len(table) < problems + 2:
+        seed += 1
+        rng = np.random.default_rng(10_000 + seed)
+        problem = replace(random_problem(rng), fixed={"token_budget": int(rng.choice([512, 2048]))})
+        if problem.cluster.num_devices > 1:
+            continue
+        try:
+            plan = next(iter(found_in_sessions(problem).values())).plan
+        except InfeasibleError:
+            continue
+        best, rate = brute_force(problem), plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
+        table.append(
+            f"| {seed} | {plan.search.space_size} | {rate:.4g} | {best:.4g} | {max(0.0, 1 - rate / best):.1%} |"
+        )
+        click.echo(table[-1])
+
+
+if __name__ == "__main__":
+    main()

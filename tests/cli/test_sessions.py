@@ -1,0 +1,42 @@
+"""Plans for sessions, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Xgpt
+
+CHAT = ("--model", "llama-3.1-8b", "--cluster", "h100x1", "--workload", "multi-turn-chat")
+
+
+def test_a_plan_states_its_sessions(xgpt: Xgpt) -> None:
+    said = xgpt("plan", *CHAT, "--session-wait", "2", "--ttft", "1", "--quantile", "0.9").out
+    assert "session waiting within 2 s" in said and "sessions/s" in said and "at once" in said
+    plan = json.loads(Path("plan.json").read_text())
+    found, capacity = plan["estimate"]["sessions"], plan["estimate"]["capacity"]
+    assert found["rate_per_s"] * found["turns"] == pytest.approx(capacity["rate_per_s"])
+    assert found["wait_s"] <= 2 and capacity["share_kept"] >= 0.9
+    assert plan["search"]["gap"] > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "says"),
+    [
+        (2, ("--policy", "rra", "--ttft", "1"), "sessions are planned under chunked or orca"),
+        (2, ("--order", "edf", "--ttft", "1"), "enter in order of arrival"),
+        (2, ("--latency-bound", "inf"), "sessions need a bound"),
+        (2, ("--shared-prefix", "500", "--ttft", "1"), "state it there"),
+        (2, ("--outputs", "x2", "--ttft", "1"), "state it there"),
+        (2, ("--ttft", "1", "--workload", "azure-conv", "--session-wait", "3"), "it has no sessions"),
+        (2, ("--ttft", "1", "--objective", "saturated", "--session-wait", "3"), "session"),
+        (1, ("--ttft", "0.0001"), "even for one session at a time"),
+    ],
+)
+def test_what_sessions_cannot_have_is_refused_in_one_line(
+    xgpt: Xgpt, code: int, options: tuple[str, ...], says: str
+) -> None:
+    given = CHAT if "--workload" not in options else CHAT[:4]
+    assert says in xgpt.fails(code, "plan", *given, *options)

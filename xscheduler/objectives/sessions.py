@@ -1,0 +1,320 @@
+"""Find the plan that serves the most sessions a second within the bounds, and prove how many no plan serves.
+
+*Search.* How much of its prompt a turn finds depends on the plan and on the rate, and the rate on what turns find. So
+plans are ranked in closed form at several shares of found tokens and several divisions of memory, and the best are
+simulated with their sessions (`xsimulator.session_rate`), as are their neighbours.
+
+*Ceiling.* A turn finds K/V only if it stayed in memory through the pause before the turn. By Little's law, sessions
+that begin at rate r keep `r E[sum of found tokens x pause]` tokens on average, which is at most the memory M. So what
+any rule of eviction saves is at most what the best fractional choice saves: turns in the order of the prefill time that
+a kept token saves for each second that it is kept, up to M / r token-seconds a session. With these tokens found,
+and memory for nothing but outputs, r times the turns of a session is at most a bound on the throughput at saturation,
+as for requests (`xscheduler.arrival_bounds`). The highest rate at which both hold is found by bisection. It assumes
+that the bounded quantile of a session's waiting is not below its mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, ReuseEstimate, SearchMethod
+from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.sessions import draw_sessions
+from xgpt.core.turns import FIRST, Floats, Ints
+from xgpt.core.workload import TraceLengths
+from xscheduler.arrival_bounds import LEAST_QUANTILE, loosened
+from xscheduler.arrival_rate import closed_rate, one_step_from
+from xscheduler.found import Found
+from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.base import simulating
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler, scheduler
+from xsimulator.lengths import Lengths, Reused, reused_of
+from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, session_capacity, turns_of
+
+KINDS = ("chunked", "orca")
+"""Policies under which sessions are planned: those in which a turn may enter at any step."""
+SHARES = (1.0, 0.6, 0.2)
+"""Shares of the tokens that could be found, at which plans are ranked."""
+KEPT = (0.2, 0.6)
+"""Shares of K/V memory kept between turns, at which plans are ranked."""
+MOST_RANKED, MOST_MOVES = 3, 12
+"""Plans of each ranking that are simulated, and moves to better neighbours."""
+HALVINGS = 7
+BOUND = "the throughput, by Little's law over sessions, if memory kept what saves most prefill"
+
+
+def found_in_sessions(
+    problem: Problem,
+    policy: PolicyChoice = "auto",
+    search: SearchMethod = "branch-and-bound",
+    order: AdmissionOrder | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Found]:
+    """Return each policy's best schedule for sessions, the best of all first. Rates are in turns a second.
+
+    Raises:
+        InputError: sessions cannot be planned with an option.
+        InfeasibleError: no schedule keeps the bounds at any rate, or at the requested one.
+    """
+    return _SessionSearch(problem, _kinds(problem, policy, order), search, progress).found(policy)
+
+
+def _kinds(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None) -> tuple[str, ...]:
+    if policy not in ("auto", *KINDS):
+        raise InputError(
+            "policy", policy, f"sessions are planned under {' or '.join(KINDS)}: give one of them, or auto"
+        )
+    if order not in (None, "fcfs"):
+        raise InputError("order", order, "turns of sessions enter in order of arrival: leave it out")
+    if not problem.constraint.maximises_arrivals:
+        says = "sessions need a bound: give `ttft_s`, `tpot_s`, `latency_bound_s`, `session_wait_s` or `session_time_s`"
+        raise InputError("workload", problem.workload.name, says)
+    if problem.model.is_encoder_decoder or any(kind.recurrent is not None for kind in problem.model.kinds):
+        says = f"engines keep no K/V of prompts for {problem.model.name}: plan its requests with another workload"
+        raise InputError("workload", problem.workload.name, says)
+    return KINDS if policy == "auto" else (policy,)
+
+
+@dataclass(frozen=True)
+class _KeptTurns:
+    """Turns of drawn sessions, and what may be found of them.
+
+    Attributes:
+        order: the turns in the order in which it pays to keep what they find.
+        token_s: token-seconds for which a turn's tokens are kept. # [turns]
+    """
+
+    trace: TraceLengths
+    shared: Ints
+    own: Ints
+    order: Ints
+    token_s: Floats
+
+    @classmethod
+    def of(cls, problem: Problem) -> _KeptTurns:
+        law = problem.workload.sessions
+        assert law is not None
+        trace = draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED))
+        sessions = trace.sessions
+        assert sessions is not None
+        most = np.minimum(sessions.common, trace.input - 1)
+        shared = np.minimum(most, law.shared_prefix)
+        own = np.where(sessions.after == FIRST, 0, most - shared)
+        token_s = own * sessions.pause_s
+        saved = _prefill_s(problem, most) - _prefill_s(problem, shared)
+        return cls(trace, shared, own, np.argsort(-saved / np.maximum(token_s, 1e-9), kind="stable"), token_s)
+
+    def found(self, token_s: float) -> Ints:
+        """Return the tokens that turns find if a session's tokens may be kept for `token_s`. # [turns]"""
+        left = token_s * DRAWN_SESSIONS - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
+        part = np.clip(left / np.maximum(self.token_s[self.order], 1e-9), 0.0, 1.0)
+        found = self.shared.copy()
+        found[self.order] += np.floor(part * self.own[self.order]).astype(int)
+        return found
+
+    def reused(self, found: Ints, kept_tokens: float, *, holds_prompts: bool = True) -> Reused:
+        most = float((self.shared + self.own).sum() / self.trace.input.sum())
+        return reused_of(self.trace.input, found, kept_tokens, most, holds_prompts=holds_prompts)
+
+
+def _prefill_s(problem: Problem, tokens: Ints) -> Floats:
+    """Return about how long the prefill of prompts takes in one layer. # [n]"""
+    layer, sizes = problem.profile.layers[0], np.maximum(tokens, 1).astype(float)
+    rest, attention = layer.rest, layer.encode_attention
+    each = rest.seconds[-1] / rest.points[-1]
+    lengths, seconds = np.asarray(attention.lengths, float), np.asarray(attention.seconds[0])
+    beyond = np.maximum(sizes / lengths[-1], 1.0) ** 2
+    found: Floats = each * sizes + np.interp(sizes, lengths, seconds) * beyond
+    return found
+
+
+class _SessionSearch:
+    def __init__(self, problem: Problem, kinds: Sequence[str], search: SearchMethod, progress: Progress | None) -> None:
+        law = problem.workload.sessions
+        assert law is not None
+        self._problem, self._kinds, self._search, self._progress = problem, kinds, search, progress
+        self._num_turns, self._turns = turns_of(law), _KeptTurns.of(problem)
+        self._of_turns = scheduler(problem, search).problem.constraint.but(
+            session_wait_s=None, session_time_s=None, arrival_rate_per_s=None, **self._means()
+        )
+        self._memory: float | None = None
+        self._best: dict[str, tuple[PlanDraft, float]] = {}
+        self._tried: set[object] = set()
+        self._num_tried = 0
+
+    def _means(self) -> dict[str, float]:
+        """Return bounds on a turn's mean times that follow from those on sessions, beside those on turns."""
+        constraint, law = self._problem.constraint, Lengths(self._problem.workload)
+        if constraint.quantile < LEAST_QUANTILE:
+            return {}
+        found = {}
+        if constraint.session_wait_s is not None:
+            found["ttft_s"] = constraint.session_wait_s / self._num_turns
+        if constraint.session_time_s is not None and law.mean_decodes > 0:
+            found["tpot_s"] = constraint.session_time_s / self._num_turns / law.mean_decodes
+        return {name: min(value, getattr(constraint, name) or np.inf) for name, value in found.items()}
+
+    def found(self, policy: PolicyChoice) -> dict[str, Found]:
+        ceiling = self.ceiling()
+        for by in self._rankings():
+            for kind in self._kinds:
+                for draft, rate in Arrivals(by).of_kind(kind, MOST_RANKED):
+                    self._try(kind, draft, rate)
+        for kind in self._kinds:
+            self._climb(kind)
+        kept = {kind: best for kind, best in self._best.items() if best[1] > 0}
+        if not kept:
+            raise self._never_kept()
+        pinned = Pinned(policy=policy, fixed=dict(self._problem.fixed))
+        ordered = sorted(kept.items(), key=lambda item: -item[1][1])
+        asked = self._problem.constraint.arrival_rate_per_s
+        if asked is not None and ordered[0][1][1] < asked:
+            raise InfeasibleError(
+                f"arrival_rate_per_s: {asked / self._num_turns:.4g} sessions/s asked, but the best schedule found "
+                f"keeps the bounds up to {ordered[0][1][1] / self._num_turns:.4g}",
+                binding="arrival_rate_per_s",
+            )
+        return {
+            kind: Found(self._finished(draft, rate, is_best=not i).but(pinned=pinned), ceiling)
+            for i, (kind, (draft, rate)) in enumerate(ordered)
+        }
+
+    def _rankings(self) -> list[Scheduler]:
+        """Return closed forms at several shares of found tokens, in several divisions of memory."""
+        all_token_s = float(self._turns.token_s.sum()) / DRAWN_SESSIONS
+        found = []
+        for share in SHARES:
+            cached = self._turns.found(share * all_token_s)
+            for kept in KEPT:
+                reused = self._turns.reused(cached, kept * self.memory)
+                constraint = self._of_turns.but(objective="arrivals")
+                problem = replace(self._problem, reused=reused, constraint=constraint)
+                found.append(scheduler(problem, self._search))
+        return found
+
+    @property
+    def memory(self) -> float:
+        """K/V memory of all replicas in tokens, on the placement with the most."""
+        if self._memory is None:
+            by = scheduler(replace(self._problem, constraint=self._of_turns), self._search)
+            each = [
+                space.placement.replicas * space.limits.block_size * float(space.limits.memory.blocks_beside(1.0)[0])
+                for kind in self._kinds
+                for space in by.candidates.spaces(kind)
+            ]
+            self._memory = max(each, default=0.0)
+        return self._memory
+
+    def ceiling(self) -> Ceiling:
+        low, high = 0.0, self._bound(np.inf)
+        if not np.isfinite(high):
+            return Ceiling(None, "none: the throughput of single turns is not proven")
+        rate = high
+        for _ in range(HALVINGS):  # the first step tries whether memory limits the rate at all
+            if self._bound(self.memory * self._num_turns / max(rate, 1e-9)) >= rate:
+                low = rate
+            else:
+                high = rate
+            if high <= (1 + PRECISION) * low:
+                break
+            rate = (low * high) ** 0.5 if low else high / 4
+        return Ceiling(high, BOUND)
+
+    def _bound(self, token_s: float) -> float:
+        """Return a bound on the turns a second if a session's tokens may be kept for `token_s`."""
+        law = self._problem.workload.sessions
+        assert law is not None
+        reused = self._turns.reused(self._turns.found(min(token_s, 1e18)), 0.0, holds_prompts=False)
+        relaxed = loosened(self._of_turns, Lengths(self._problem.workload, reused)).but(objective="saturated")
+        by = scheduler(replace(self._problem, reused=reused, constraint=relaxed), self._search)
+        try:
+            found = by.found(self._kinds)
+        except InfeasibleError:
+            return 0.0
+        each = [by.ceiling_of(one, kind).most for kind, one in found.items()]
+        return np.inf if None in each else max(one for one in each if one is not None)
+
+    def _say(self, what: str) -> None:
+        self._num_tried += 1
+        if self._progress is not None:
+            self._progress(min(self._num_tried, 40), 41, simulating(what))
+
+    def _try(self, kind: str, draft: PlanDraft, guess: float) -> bool:
+        """Simulate a plan, and return whether it is the best of its policy."""
+        key = draft.policy, draft.stages, draft.replicas
+        if key in self._tried:
+            return False
+        self._tried.add(key)
+        self._say(f"sessions under {kind}")
+        draft = draft.but(constraint=self._own(draft))
+        trial, best = SessionTrial(draft, self._problem.profile), self._best.get(kind)
+        if best is not None and best[1] > 0 and not trial.keeps((1 + PRECISION) * best[1] / self._num_turns):
+            return False
+        first = (1 + PRECISION) * best[1] if best is not None and best[1] > 0 else max(guess, 1e-9)
+        rate = trial.highest(first / self._num_turns) * self._num_turns
+        self._best[kind] = draft, rate
+        return rate > 0
+
+    def _own(self, draft: PlanDraft) -> Constraint:
+        return self._problem.constraint.but(headroom=draft.constraint.headroom)
+
+    def _climb(self, kind: str) -> None:
+        """Move to better neighbours of a policy's best plan."""
+        reused = self._turns.reused(self._turns.found(np.inf), 0.0)
+        by = scheduler(replace(self._problem, reused=reused, constraint=self._of_turns.but(objective="arrivals")))
+        for _ in range(MOST_MOVES):
+            if kind not in self._best:
+                return
+            draft, rate = self._best[kind]
+            space = by.candidates.space(kind, Placement.of(draft))
+            near = [by.draft_at(space, settings, draft.search) for settings in one_step_from(space, draft.policy)]
+            ranked = sorted((one for one in near if one is not None), key=lambda one: -closed_rate(space, one.policy))
+            better = [self._try(kind, one, rate) for one in ranked]
+            if not any(better):
+                return
+
+    def _finished(self, draft: PlanDraft, rate: float, *, is_best: bool) -> PlanDraft:
+        profile = self._problem.profile
+        trial = SessionTrial(draft, profile)
+        capacity, sessions = session_capacity(draft, profile, rate, trial=trial)
+        assert sessions is not None
+        run = trial.at(sessions.rate_per_s)
+        reuse = ReuseEstimate(
+            share=run.times.reused_share,
+            most_share=float((self._turns.shared + self._turns.own).sum() / self._turns.trace.input.sum()),
+            kept_blocks=min(
+                int(sessions.kept_tokens / draft.replicas) // draft.block_size,
+                min(stage.kv_blocks for stage in draft.stages),
+            ),
+        )
+        return draft.with_estimate(capacity=capacity, sessions=sessions, reuse=reuse)
+
+    def _never_kept(self) -> InfeasibleError:
+        constraint = self._problem.constraint
+        given = {**constraint.bounds.given, "session_wait_s": constraint.session_wait_s}
+        given["session_time_s"] = constraint.session_time_s
+        binding = next((name for name, bound in reversed(given.items()) if bound is not None), "memory")
+        where = f"on {self._problem.cluster.name}, waiting included"
+        drafts = [draft for draft, _ in self._best.values()]
+        if not drafts:
+            loose = self._of_turns.but(latency_bound_s=None, ttft_s=None, tpot_s=None, objective="saturated")
+            by = scheduler(replace(self._problem, constraint=loose), self._search)
+            drafts = [found.draft.but(constraint=self._own(found.draft)) for found in by.found(self._kinds).values()]
+        lowest = min(self._at_rest(draft) for draft in drafts)
+        kinds = ", ".join(self._kinds)
+        says = f"{binding}: no schedule of {kinds} keeps the bounds {where}, even for one session at a time"
+        nearest = lowest * (given[binding] or 0.0)
+        return InfeasibleError(
+            f"{says}; bounds {lowest:.3g} times as long can be kept", nearest_bound_s=nearest, binding=binding
+        )
+
+    def _at_rest(self, draft: PlanDraft) -> float:
+        """Return the excess over the bounds if sessions hardly meet."""
+        return SessionTrial(draft, self._problem.profile).at(1e-4).excess * (1 + draft.constraint.headroom)

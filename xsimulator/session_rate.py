@@ -1,0 +1,171 @@
+"""Find by simulation the highest rate of sessions at which a plan keeps its bounds.
+
+Every rate is simulated with the same sessions, whose starts are scaled to the rate. One replica is simulated with its
+share of the sessions: all turns of a session go to the replica of its first turn.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.schema import Capacity, Constraint, PlanDraft, Profile
+from xgpt.core.schema.estimate import SessionEstimate
+from xgpt.core.schema.workload import SessionLaw
+from xgpt.core.sessions import draw_sessions
+from xgpt.core.turns import Floats
+from xgpt.core.workload import TraceLengths, gamma_arrivals
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.measures import RequestTimes
+from xsimulator.sessions import TurnTimes, run_sessions
+
+LEAST_SESSIONS, MOST_TURNS = 80, 10_000
+"""A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
+DRAWN_SESSIONS = 400
+"""Number of sessions from which the mean number of turns is taken."""
+PRECISION = 0.02
+"""Relative precision of the highest rate."""
+LEAST_SHARE = 1e-3
+"""A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
+SEED = 0
+
+
+@lru_cache(maxsize=8)
+def _drawn(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[TraceLengths, Floats]:
+    """Return sessions, and when they begin if one begins each second on average. # [sessions]"""
+    rng = np.random.default_rng(seed)
+    trace = draw_sessions(law, count, rng)
+    starts_s = gamma_arrivals(1.0, count, burstiness, rng)
+    return trace, starts_s * (count / starts_s[-1])
+
+
+class SessionRun(NamedTuple):
+    """A run at one rate of sessions.
+
+    Attributes:
+        excess: the largest ratio of a bounded quantile to its bound.
+        counts: whether each turn counts. # [turns]
+    """
+
+    times: TurnTimes
+    excess: float
+    counts: np.ndarray
+
+
+class SessionTrial:
+    """Simulates the sessions that begin at one replica of a plan, at any rate.
+
+    Raises:
+        InputError: the profile was not made for the plan's devices.
+    """
+
+    def __init__(self, plan: PlanDraft, profile: Profile, seed: int = SEED) -> None:
+        law = plan.workload.sessions
+        assert law is not None
+        self.plan, self._profile = plan, profile
+        self._lanes = lanes_of(plan, profile)
+        self.turns = turns_of(law)
+        count = max(LEAST_SESSIONS, int(MOST_TURNS / self.turns))
+        self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
+        assert self.trace.sessions is not None
+        number = self.trace.sessions.session
+        self.counts = (number >= count // 4) & (number < count - count // 4)
+        self.num_sessions = count - count // 4 - count // 4
+        self._known: dict[float, SessionRun] = {}
+
+    def at(self, rate: float) -> SessionRun:
+        """Return a run in which `rate` sessions a second begin at all replicas together."""
+        if rate not in self._known:
+            assert self.trace.sessions is not None
+            times = np.zeros(len(self.trace.input))
+            starts = self._starts_s * (self.plan.replicas / rate)
+            times[self.trace.sessions.first] = starts[self.trace.sessions.session[self.trace.sessions.first]]
+            run = run_sessions(self.plan, self._profile, self.trace._replace(timestamp_s=times), lanes=self._lanes)
+            self._known[rate] = SessionRun(run, _excess(run, self.counts, self.plan.constraint), self.counts)
+        return self._known[rate]
+
+    def keeps(self, rate: float) -> bool:
+        return self.at(rate).excess <= 1 / (1 + self.plan.constraint.headroom)
+
+    def highest(self, guess: float, precision: float = PRECISION) -> float:
+        """Return the highest simulated rate that keeps the bounds, or 0. At a rate higher by `precision`, it does not.
+
+        Args:
+            guess: the rate to try first.
+        """
+        low, high, rate = 0.0, np.inf, guess
+        while high > (1 + precision) * low:
+            if self.keeps(rate):
+                low = rate
+            else:
+                high = rate
+            if high < LEAST_SHARE * self.plan.estimate.throughput_rps / self.turns:
+                return 0.0
+            rate = 1.3 * low if high == np.inf else 0.6 * high if not low else (low * high) ** 0.5
+        return low
+
+
+@lru_cache(maxsize=8)
+def turns_of(law: SessionLaw) -> float:
+    """Return the mean number of turns of a session, with its subagents'."""
+    return len(draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED)).input) / DRAWN_SESSIONS
+
+
+def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> float:
+    of_turns = RequestTimes(times.ttft_s[counts], times.tpot_s[counts], times.whole_s[counts])
+    found = [float(np.quantile(of_turns.excess(goal), goal.quantile)) for goal in constraint.goals]
+    for bound, values in zip(constraint.session_bounds, (times.ttft_s, times.whole_s), strict=True):
+        if bound is not None:
+            found.append(float(np.quantile(per_session(times, counts, values), constraint.quantile)) / bound)
+    return max(found)
+
+
+def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:
+    """Return the sum of a figure over the turns of each session that counts. # [sessions]"""
+    sessions = times.trace.sessions
+    assert sessions is not None
+    return times.of_sessions(values)[np.unique(sessions.session[counts])]
+
+
+def session_capacity(
+    plan: PlanDraft, profile: Profile, guess: float | None = None, *, trial: SessionTrial | None = None
+) -> tuple[Capacity, SessionEstimate | None]:
+    """Return the highest rate at which a plan keeps its bounds, in turns a second, and its sessions at this rate.
+
+    Args:
+        guess: a rate in turns a second from which the search begins.
+    """
+    trial = trial or SessionTrial(plan, profile)
+    first = (guess or 0.5 * plan.estimate.throughput_rps) / trial.turns
+    rate = trial.highest(first)
+    capacity = Capacity(
+        rate_per_s=rate * trial.turns,
+        whole_s=0.0,
+        share_kept=0.0,
+        num_requests=int(trial.counts.sum()),
+        warm_up_requests=int((~trial.counts).sum()) // 2,
+        seed=SEED,
+    )
+    if not rate:
+        return capacity, None
+    run = trial.at(rate)
+    times, counts, constraint = run.times, run.counts, plan.constraint
+    of_turns = RequestTimes(times.ttft_s[counts], times.tpot_s[counts], times.whole_s[counts])
+    wait, whole = (per_session(times, counts, values) for values in (times.ttft_s, times.whole_s))
+    kept = np.ones(len(wait), bool)
+    for bound, values in zip(constraint.session_bounds, (wait, whole), strict=True):
+        kept &= values <= (np.inf if bound is None else bound)
+    share = min([float(kept.mean())] + ([of_turns.goodput(constraint)] if constraint.goals else []))
+    capacity = capacity.but(whole_s=float(np.quantile(of_turns.whole_s, constraint.quantile)), share_kept=share)
+    return capacity, SessionEstimate(
+        rate_per_s=rate,
+        at_once=rate * float((whole + per_session(times, counts, times.paused_s)).mean()),
+        turns=trial.turns,
+        reused_by_turn=tuple(times.reused_by_turn()),
+        wait_s=float(np.quantile(wait, constraint.quantile)),
+        time_s=float(np.quantile(whole, constraint.quantile)),
+        kept_tokens=rate * float(per_session(times, counts, times.kept_token_s).mean()),
+        num_sessions=trial.num_sessions,
+    )
