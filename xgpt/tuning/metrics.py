@@ -11,49 +11,13 @@ import numpy.typing as npt
 from prometheus_client.samples import Sample
 
 from xgpt.connection import own_api_key
+from xgpt.core.io import configs_dir, load_yaml
 from xgpt.metrics_pages import read_samples
 
 Array = npt.NDArray[np.float64]
 TIMEOUT_S = 5.0
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "input": (
-        "vllm:request_prompt_tokens",
-        "sglang:prompt_tokens_histogram",
-        "dynamo_frontend_input_sequence_tokens",
-        "xgpt_request_prompt_tokens",
-    ),
-    "output": (
-        "vllm:request_generation_tokens",
-        "sglang:generation_tokens_histogram",
-        "dynamo_frontend_output_sequence_tokens",
-        "xgpt_request_output_tokens",
-    ),
-    "ttft": (
-        "vllm:time_to_first_token_seconds",
-        "sglang:time_to_first_token_seconds",
-        "dynamo_frontend_time_to_first_token_seconds",
-    ),
-    "gap": (
-        "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",
-        "sglang:inter_token_latency_seconds",
-        "dynamo_frontend_inter_token_latency_seconds",
-    ),
-}
-"""Histograms, by the names of each engine. The first one that a page has is read."""
-COUNTERS: dict[str, tuple[str, ...]] = {
-    "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "sglang:prompt_tokens_total"),
-    "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total"),
-    "finished": ("vllm:request_success_total", "sglang:num_requests_total", "dynamo_frontend_requests_total"),
-    "preempted": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
-    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
-    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
-}
-GAUGES: dict[str, tuple[str, ...]] = {
-    "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "dynamo_frontend_inflight_requests"),
-    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "dynamo_frontend_queued_requests"),
-}
+NAMES: Mapping[str, Mapping[str, list[str]]] = load_yaml(configs_dir() / "metrics.yaml", "metrics")
+"""Names of histograms, counters and gauges, by what they state. The first one that a page has is read."""
 
 
 class Buckets(NamedTuple):
@@ -109,7 +73,7 @@ class Page(NamedTuple):
         return self._replace(histograms=histograms, counters=counters)
 
 
-KNOWN = [name for names in (NAMES, COUNTERS, GAUGES) for each in names.values() for name in each]
+KNOWN = [name for names in NAMES.values() for each in names.values() for name in each]
 
 
 def page_of(samples: Iterable[Sample]) -> Page | None:
@@ -134,15 +98,17 @@ def page_of(samples: Iterable[Sample]) -> Page | None:
             sums[name.removesuffix("_sum")] = sums.get(name.removesuffix("_sum"), 0.0) + value
         else:
             values[name] = values.get(name, 0.0) + value
-    histograms = {key: _buckets(found[name], sums.get(name, 0.0)) for key, name in _first(NAMES, found).items()}
-    counters = {key: values[name] for key, name in _first(COUNTERS, values).items()}
-    gauges = {key: values[name] for key, name in _first(GAUGES, values).items()}
+    histograms = {
+        key: _buckets(found[name], sums.get(name, 0.0)) for key, name in _first(NAMES["histograms"], found).items()
+    }
+    counters = {key: values[name] for key, name in _first(NAMES["counters"], values).items()}
+    gauges = {key: values[name] for key, name in _first(NAMES["gauges"], values).items()}
     if not histograms and not gauges:
         return None
     return Page(histograms, counters, gauges, model)
 
 
-def _first(names: Mapping[str, tuple[str, ...]], found: Mapping[str, object]) -> dict[str, str]:
+def _first(names: Mapping[str, list[str]], found: Mapping[str, object]) -> dict[str, str]:
     chosen = {key: next((name for name in each if name in found), None) for key, each in names.items()}
     return {key: name for key, name in chosen.items() if name is not None}
 
