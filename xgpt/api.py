@@ -707,13 +707,15 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target, *, monitoring: str = "
     """
     from xgpt.exporting.export import export
 
-    is_fleet = isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan))
-    return export(_fleet(plan) if is_fleet else _plan(plan), to, monitoring)  # type: ignore[arg-type]
+    made = plan if isinstance(plan, Plan | FleetPlan) else _made(plan)
+    if not isinstance(made, Plan | FleetPlan):
+        raise InputError("plan", str(plan), "it is the output of `xgpt tune`: give a plan or a fleet")
+    return export(made, to, monitoring)
 
 
 @_takes(ReportRequest)
-def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -> str:
-    """Return a self-contained HTML page about a plan or a day's fleet.
+def report(plan: Plan | FleetPlan | TuneOutput | PathLike, **asked: Unpack[ReportKeywords]) -> str:
+    """Return a self-contained HTML page about a plan, a day's fleet or what `xgpt.tune` found.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -729,17 +731,19 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
     """
     import numpy as np
 
+    from xgpt.core.schema.tuning import TuneOutput
     from xgpt.reporting.fleet import fleet_report
     from xgpt.reporting.report import report
+    from xgpt.reporting.tuning import tune_report
     from xprofiler.store import profile_of
 
     request = request_of(ReportRequest, dict(asked))
-    if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
-        if request.profile is not None:
-            raise InputError("profile", str(request.profile), "the page of a fleet needs no profile: leave it out")
-        return fleet_report(_fleet(plan))
-    plan = _plan(plan)
-    return report(plan, profile_of(plan, request.profile), np.random.default_rng(request.seed))
+    made = plan if isinstance(plan, Plan | FleetPlan | TuneOutput) else _made(plan)
+    if isinstance(made, Plan):
+        return report(made, profile_of(made, request.profile), np.random.default_rng(request.seed))
+    if request.profile is not None:
+        raise InputError("profile", str(request.profile), "only the page of a plan needs a profile: leave it out")
+    return fleet_report(made) if isinstance(made, FleetPlan) else tune_report(made)
 
 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
@@ -854,13 +858,18 @@ def _plan(given: Plan | PathLike) -> Plan:
     return load_json(path, Plan, "plan")
 
 
-def _is_fleet(path: PathLike) -> bool:
-    """Return whether a file has the fields of a fleet, or False if it cannot be read."""
+def _made(path: PathLike) -> Plan | FleetPlan | TuneOutput:
+    """Return the content of a file that `xgpt plan`, `xgpt fleet` or `xgpt tune` wrote, told by its fields."""
+    from xgpt.core.schema.tuning import TuneOutput
+
     try:
         found = read_json(Path(path).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and "kinds" in found and "intervals" in found
+        found = None
+    fields: set[object] = set(found) if isinstance(found, dict) else set()
+    if {"kinds", "intervals"} <= fields:
+        return _fleet(path)
+    return load_json(Path(path), TuneOutput, "tuned") if {"runs", "most_per_s"} <= fields else _plan(path)
 
 
 def _fleet(given: FleetPlan | PathLike) -> FleetPlan:

@@ -258,12 +258,13 @@ def replan() -> None:
 @click.argument("plan_path", metavar="PLAN.JSON")
 @output_option("Where to write the page.", default="report.html")
 def report() -> None:
-    """Write a self-contained HTML page about a plan or a day's fleet.
+    """Write a self-contained HTML page about a plan, a day's fleet or a search.
 
     \b
     Examples:
       xgpt report plan.json -o report.html
       xgpt report fleet.json -o day.html
+      xgpt report tuned.json -o rounds.html
     """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,11 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.options import output_file, write
-from xgpt.core.errors import InputError, printable
+from xgpt.core.errors import printable
 from xgpt.core.io import dump_json
 from xgpt.core.processes import stops_on_signal
-from xgpt.core.schema.recommendation import Offer, Ranged, Recommendation
 from xgpt.core.schema.tuning import CheckOutput, TuneRun, WatchAlarm
+from xgpt.reporting import tuning as tuned
 from xgpt.tuning.tune import Told
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
 
 
 def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
-    yield from _advice(found.recommendation)
+    yield from tuned.advice_text(found.recommendation)
     rows = []
     for load, predicted in zip(found.loads, found.predicted, strict=True):
         for name, label in LABELS.items():
@@ -69,7 +68,8 @@ def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
         f"fit: prefill x{fit['prefill']:.3g}, decode x{fit['decode']:.3g}, {1e3 * fit['step_s']:.3g} ms a step, "
         f"{1e3 * fit['path_s']:.3g} ms a request"
     )
-    yield f"within the bounds: {_ranged(found.rate_after)} requests/s; before: {_ranged(found.rate_before)}"
+    after, before = tuned.ranged_text(found.rate_after), tuned.ranged_text(found.rate_before)
+    yield f"within the bounds: {after} requests/s; before: {before}"
 
 
 def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
@@ -83,7 +83,7 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
 
     def end(run: TuneRun, standing: Standing) -> None:
         sure = "" if standing.best is None else f"; best {standing.value:.3g}, {100 * standing.sure:.0f}% sure"
-        click.echo(printable(f"   {_result(run)}, {run.seconds:.0f} s{sure}"), err=True)
+        click.echo(printable(f"   {tuned.run_text(run)}, {run.seconds:.0f} s{sure}"), err=True)
 
     def ask(command: str) -> str:
         click.echo(printable(command), err=True)
@@ -102,22 +102,8 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
     if as_json:
         click.echo(dump_json(found), nl=False)
         return
-    rows = [
-        [
-            str(number),
-            str(run.token_budget),
-            str(run.max_batch) + (f", {shlex.join(run.further)}" if run.further else ""),
-            _result(run),
-            f"{run.start_s:.0f}",
-            f"{run.seconds:.0f}",
-        ]
-        for number, run in enumerate(found.runs, 1)
-    ]
-    columns = ["", "tokens a step", "requests", "within the bounds", "start s", "all s"]
-    most = f"no setting keeps the bounds at more than {found.most_per_s:.3g} requests/s (with a probability of 95%)"
-    render.show(
-        *_advice(found.recommendation), render.table("measurements", columns, rows), f"ended: {found.ended}; {most}"
-    )
+    measured = render.table("measurements", tuned.COLUMNS, tuned.rows_of(found))
+    render.show(*tuned.advice_text(found.recommendation), measured, tuned.ended_text(found))
 
 
 def watch(plan_path: str, **_: Any) -> None:
@@ -130,34 +116,3 @@ def watch(plan_path: str, **_: Any) -> None:
     stop = Event()
     with stops_on_signal(stop):
         api.watch(plan_path, on_alarm=tell, stop=stop, **options.given())
-
-
-def _result(run: TuneRun) -> str:
-    if run.start != "started":
-        return f"{run.start}: {run.reason}"
-    if not run.rate_per_s:
-        return "at no tried rate"
-    return f"{run.rate_per_s:.3g} requests/s ±{100 * run.error:.0f}%"
-
-
-def _advice(found: Recommendation) -> Iterator[str]:
-    words = {"run": "run", "change": "change to", "keep": "keep"}
-    best = found.best
-    rate = f"{_ranged(best.rate_per_s)} requests/s within the bounds"
-    yield f"{words[found.action]}: {best.settings}, {rate}; {found.why}"
-    if found.gain is not None and found.gain.factor is not None:
-        other = found.rejected if found.action == "keep" else best
-        yield f"{_name(other)}: {_ranged(found.gain.factor)} times the rate of what runs now"
-    yield from (f"command: {process.command}" for process in best.processes if found.action != "keep")
-
-
-def _name(offer: Offer | None) -> str:
-    if offer is None:
-        raise InputError("recommendation", None, "it names no candidate")
-    return offer.settings
-
-
-def _ranged(value: Ranged) -> str:
-    if value.low is None or value.high is None:
-        return f"{value.value:.3g}"
-    return f"{value.value:.3g} ({value.low:.3g} to {value.high:.3g})"

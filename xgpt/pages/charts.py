@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -174,6 +175,22 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         axes.set_xlabel(label)
         axes.legend(loc="upper right")
+        return _draw(figure, alt, caption)
+
+
+def rounds(rates: Sequence[float], errors: Sequence[float], most_per_s: float, alt: str, caption: str) -> Chart:
+    """Draw measured rates in their order, the best so far, and the rate that no setting exceeds."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(10, 3)
+        at = range(1, len(rates) + 1)
+        axes.errorbar(at, rates, yerr=errors, fmt="o", color=COLOURS[0], markersize=5, capsize=3)
+        axes.step(at, list(accumulate(rates, max)), where="post", color=COLOURS[0], linewidth=1.2)
+        axes.axhline(most_per_s, color="#6b7785", linewidth=1.2, linestyle="--")
+        axes.annotate(f"no setting exceeds {most_per_s:.3g}", (1, most_per_s), (0, 3), textcoords="offset points")
+        axes.set_xticks(at)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("measurement")
+        axes.set_ylabel("requests/s")
         return _draw(figure, alt, caption)
 
 

@@ -296,6 +296,11 @@ def test_tune_through_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(cli, given)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    Path("tuned.json").write_text(result.stdout, encoding="utf-8")
+    page = CliRunner().invoke(cli, ["report", "tuned.json", "-o", "rounds.html"])
+    html = Path("rounds.html").read_text(encoding="utf-8")
+    assert page.exit_code == 0 and found["recommendation"]["best"]["processes"][0]["command"] in html
+    assert html.count("<tr>") == 1 + len(found["runs"]) and "did not start" in html
     assert {run["start"] for run in found["runs"]} == {"started", "did not start"} and Path("tune.jsonl").exists()
     assert found["recommendation"]["best"]["processes"][0]["command"].startswith("vllm serve")
 
