@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from xgpt.checkpoints import hub
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
-from xgpt.core.io import load_json
+from xgpt.core.io import FIELDS_OF_FILES, load_json
 from xgpt.core.policies import Rule as Rule
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
@@ -867,9 +867,10 @@ def _made(path: PathLike) -> Plan | FleetPlan | TuneOutput:
     except (OSError, ValueError):
         found = None
     fields: set[object] = set(found) if isinstance(found, dict) else set()
-    if {"kinds", "intervals"} <= fields:
+    kind = next((kind for kind, known in FIELDS_OF_FILES.items() if known <= fields), "plan")
+    if kind == "fleet":
         return _fleet(path)
-    return load_json(Path(path), TuneOutput, "tuned") if {"runs", "most_per_s"} <= fields else _plan(path)
+    return load_json(Path(path), TuneOutput, "tune") if kind == "tune" else _plan(path)
 
 
 def _fleet(given: FleetPlan | PathLike) -> FleetPlan:

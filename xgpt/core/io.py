@@ -151,9 +151,10 @@ FIELDS_OF_FILES = {
     "plan": {"policy", "stages"},
     "fleet": {"kinds", "intervals"},
     "profile": {"layers", "spread"},
+    "tune": {"runs", "most_per_s"},
     "model's config": {"model_type"},
 }
-"""Fields that distinguish plan.json, fleet.json, profile.json and config.json."""
+"""Fields by which files are told apart. `xgpt NAME` writes all but the last."""
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:

@@ -132,6 +132,8 @@ class WatchAlarm(Frozen):
 class TuneOutput(Frozen):
     """What `xgpt tune` found."""
 
+    schema_version: Literal[1] = 1
+    """Version of this format."""
     runs: tuple[TuneRun, ...]
     """The measured settings, in the order of measurement."""
     sure: float
