@@ -32,6 +32,7 @@ from xrunner.server.api.text import ServedModel
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.guard import Guard
 from xrunner.server.http.service import Service
+from xrunner.server.observe.pages import Pages
 from xrunner.server.submission import Limits
 
 if TYPE_CHECKING:
@@ -57,13 +58,15 @@ def create_app(
         origins, methods = sorted(hosts.origins), ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
         guards.insert(0, cors)
+    pages = Pages()
     routes = [
         *(Route(path, answer, methods=["POST"]) for path, answer in service.posts.items()),
         *_model_routes(engine, model, has_keys=keys is not None),
         *_state_routes(engine),
-        *_plan_routes(engine, model),
+        _page(pages, "/metrics", engine.metrics.read, "text/plain; version=0.0.4"),
+        *_plan_routes(engine, model, pages),
     ]
-    app = _app(routes, guards, partial(_lifespan, engine, keys))
+    app = _app(routes, guards, partial(_lifespan, engine, keys, pages))
     app.state.engine = engine
     return app
 
@@ -77,7 +80,7 @@ def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) ->
 
 
 @asynccontextmanager
-async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) -> AsyncIterator[None]:
+async def _lifespan(engine: EngineClient, keys: ApiKeys | None, pages: Pages, _: Starlette) -> AsyncIterator[None]:
     engine.start()
     if keys is not None and keys.path is not None:
         _reload_on_hangup(keys)
@@ -87,6 +90,7 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) ->
     finally:
         if sampling is not None:
             sampling.cancel()
+        pages.close()
         await engine.stop()
 
 
@@ -144,6 +148,26 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
     return Route(path, show, methods=["GET"])
 
 
+def _page(
+    pages: Pages, path: str, read: Callable[[], Callable[[], Any]], media_type: str = "application/json"
+) -> Route:
+    """`read` runs in the event loop, and what it returns beside it."""
+
+    def making() -> Callable[[], bytes]:
+        make = read()
+
+        def made() -> bytes:
+            value = make()
+            return value if isinstance(value, bytes) else msgspec.json.encode(value)
+
+        return made
+
+    async def show(_: Request) -> Response:
+        return Response(await pages.get(path, making), media_type=media_type)
+
+    return Route(path, show, methods=["GET"])
+
+
 def _warning(engine: EngineClient) -> str | None:
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
@@ -188,10 +212,9 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
 
     yield _route("/health", health)
     yield _route("/ready", ready)
-    yield _route("/metrics", lambda _: engine.metrics.render(), "text/plain; version=0.0.4")
 
 
-def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
+def _plan_routes(engine: EngineClient, model: ServedModel, pages: Pages) -> Iterator[Route]:
     live, watch = engine.live, engine.watch
     if live is None or watch is None:
         return
@@ -203,8 +226,8 @@ def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
             raise ApiError(503, str(error), code="planning_failed") from None
 
     page = render_live(f"{model.name}: {watch.plan.policy.kind}", _warning(engine)).encode()
-    yield _route("/plan", lambda _: live.plan())
-    yield _route("/plan/history", lambda _: live.history())
+    yield _page(pages, "/plan", live.plan)
+    yield _page(pages, "/plan/history", live.history)
     yield _route("/plan/decision", lambda _: decision())
-    yield _route("/live", lambda _: live.now())
+    yield _page(pages, "/live", live.now)
     yield _route("/", lambda _: page, "text/html; charset=utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,28 +39,33 @@ class Live:
             self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
             await asyncio.sleep(SAMPLE_S)
 
-    async def plan(self) -> dict[str, Any]:
-        plan = self._watch.plan
-        observation = await self._watch.observation()
-        return {
-            "plan": plan.model_dump(mode="json"),
-            "observed": None if observation is None else observation.model_dump(mode="json"),
-        }
+    # What reads the state runs in the event loop. What it returns makes a page, in any thread.
 
-    def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
-        return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
+    def plan(self) -> Callable[[], Any]:
+        plan, now = self._watch.plan, self._watch.snapshot()
+
+        def page() -> dict[str, Any]:
+            observed = None if now is None else now.observation()
+            return {
+                "plan": plan.model_dump(mode="json"),
+                "observed": None if observed is None else observed.model_dump(mode="json"),
+            }
+
+        return page
+
+    def history(self, most: int = MAX_HISTORY) -> Callable[[], list[dict[str, Any]]]:
+        decisions = list(self._watch.history)[-most:]
+        return lambda: [decision.model_dump(mode="json") for decision in decisions]
 
     async def decision(self) -> dict[str, Any] | None:
         decision = await self._watch.would_decide()
         return None if decision is None else decision.model_dump(mode="json")
 
-    async def now(self) -> dict[str, Any]:
+    def now(self) -> Callable[[], dict[str, Any]]:
         watch = self._watch
-        plan = watch.plan
-        observation = await watch.observation(lengths_alone=True)
-        observed_input = None if observation is None else observation.workload.input
-        observed_output = None if observation is None else observation.workload.output
-        return {
+        plan, now, step_ratio = watch.plan, watch.snapshot(lengths_alone=True), watch.step_ratio
+        history = self.history(SHOWN_DECISIONS)
+        read = {
             "plan": {
                 "policy": plan.policy.kind,
                 "settings": {v.name: getattr(plan.policy, v.name) for v in plan.policy.variables},
@@ -77,18 +83,26 @@ class Live:
             "judging_since": watch.judging_since,
             "failures": watch.num_failures,
             "is_redeploying": self._engine.is_emptying,
-            "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
             "now": self._figures(),
-            "causes": causes_of(plan, self._watch.step_ratio, observation),
             "samples": list(self._samples),
-            "lengths": {
-                "input": _bins(plan.workload.input, observed_input),
-                "output": _bins(plan.workload.output, observed_output),
-            },
-            "keys": self._metrics.goodput(),
-            "classes": self._metrics.goodput_of_classes(),
-            "decisions": self.history(SHOWN_DECISIONS),
         }
+
+        def page() -> dict[str, Any]:
+            observed = None if now is None else now.observation()
+            lengths = None if observed is None else observed.workload
+            return read | {
+                "observation": None if observed is None else observed.model_dump(mode="json", exclude={"workload"}),
+                "causes": causes_of(plan, step_ratio, observed),
+                "lengths": {
+                    "input": _bins(plan.workload.input, None if lengths is None else lengths.input),
+                    "output": _bins(plan.workload.output, None if lengths is None else lengths.output),
+                },
+                "keys": self._metrics.goodput(),
+                "classes": self._metrics.goodput_of_classes(),
+                "decisions": history(),
+            }
+
+        return page
 
     def _figures(self) -> dict[str, float | None]:
         pool = self._engine.pool

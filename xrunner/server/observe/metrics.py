@@ -34,10 +34,11 @@ NO_BOUNDS = RequestBounds()
 
 
 class Metrics:
-    """The server's metrics. Only the event loop changes them. Gauges read the pool when they are rendered."""
+    """The server's metrics. Only the event loop changes them."""
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None) -> None:
         self._registry = CollectorRegistry()
+        self._gauges: list[tuple[Gauge, Callable[[], float]]] = []
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
         self._answers = counter(
@@ -170,7 +171,7 @@ class Metrics:
         return Histogram(name, text, registry=self._registry, buckets=edges)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        Gauge(name, text, registry=self._registry).set_function(read)
+        self._gauges.append((Gauge(name, text, registry=self._registry), read))
 
     def families(self) -> list[Metric]:
         return sorted(self._registry.collect(), key=lambda family: family.name)
@@ -224,16 +225,22 @@ class Metrics:
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
         return _goodput(self._class_bounds)
 
-    async def render(self) -> bytes:
-        observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)
-        if observation is not None:
-            workload = observation.workload
-            values = (workload.input.mean, workload.output.mean)
-            for gauge, value in zip(
-                self._lengths, (*values, observation.input_distance, observation.output_distance), strict=True
-            ):
-                gauge.set(value)
-        return generate_latest(self._registry)
+    def read(self) -> Callable[[], bytes]:
+        """Read the gauges, in the event loop. The function returned makes the page, in any thread."""
+        for gauge, read in self._gauges:
+            gauge.set(read())
+        now = None if self._watch is None else self._watch.snapshot(lengths_alone=True)
+
+        def page() -> bytes:
+            observed = None if now is None else now.observation()
+            if observed is not None:
+                means = observed.workload.input.mean, observed.workload.output.mean
+                values = (*means, observed.input_distance, observed.output_distance)
+                for gauge, value in zip(self._lengths, values, strict=True):
+                    gauge.set(value)
+            return generate_latest(self._registry)
+
+        return page
 
 
 def _goodput(counter: Counter) -> dict[str, dict[str, int]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.schema import Decision, FailedJudgement, Observation, Plan, Planner
+from xgpt.core.schema import Decision, FailedJudgement, Plan, Planner
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.observation import paces
 from xgpt.observation.observer import Observer, Snapshot
@@ -214,16 +214,14 @@ class Watch:
         if slowdown is not None and self._observer.pace.is_known:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
 
-    async def observation(self, *, lengths_alone: bool = False) -> Observation | None:
-        """Return the recent observation, or None if no request has ended yet.
+    def snapshot(self, *, lengths_alone: bool = False) -> Snapshot | None:
+        """Return what the recent observation is computed from, or None if no request has ended yet.
 
         Args:
             lengths_alone: whether to leave out prefix reuse, which takes a tenth of a second to compute.
         """
         now = self._observer.snapshot()
-        if now is not None and lengths_alone:
-            now = now._replace(common=[])
-        return None if now is None else await asyncio.to_thread(now.observation)
+        return now._replace(common=[]) if now is not None and lengths_alone else now
 
     async def would_decide(self) -> Decision | None:
         """Return the decision that re-planning would make now, without carrying it out. Return None if re-planning is
@@ -241,7 +239,8 @@ class Watch:
         return await asyncio.shield(self._would)
 
     async def _decision(self, planner: Planner) -> Decision | None:
-        observation = await self.observation()
+        now = self.snapshot()
+        observation = None if now is None else await asyncio.to_thread(now.observation)
         if observation is None:
             return None
         async with self._asking:

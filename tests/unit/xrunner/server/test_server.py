@@ -491,3 +491,26 @@ def test_a_server_that_ends_does_not_wait_for_an_engine_that_hangs(
         engine._heard_s -= remote.HUNG_S + 1
     engine.close()
     assert waited == [0.0 if is_silent else remote.END_S]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/plan", "/live"])
+def test_a_page_that_takes_long_delays_no_token(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def working(*_: object, **__: object) -> bytes:
+        end_s = time.thread_time() + 1.5
+        while time.thread_time() < end_s:
+            pass
+        return b"{}"
+
+    body = BODY | {"stream": True, "max_tokens": 250, "ignore_eos": True}
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.01)), Watch(fake_plan()))) as url:
+        with ThreadPoolExecutor(1) as pool, httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            at_s, longest_s = time.monotonic(), 0.0
+            for number, _ in enumerate(answer.iter_raw()):
+                if number == 10:
+                    monkeypatch.setattr("xrunner.server.observe.metrics.generate_latest", working)
+                    monkeypatch.setattr("xgpt.core.schema.Plan.model_dump", working)
+                    monkeypatch.setattr("xrunner.server.observe.live.causes_of", working)
+                    page = pool.submit(httpx.get, f"{url}{path}", timeout=60)
+                longest_s, at_s = max(longest_s, time.monotonic() - at_s), time.monotonic()
+        assert page.result().status_code == 200
+    assert longest_s < 1.2
