@@ -19,11 +19,11 @@ from xgpt.core.schema import Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
-from xgpt.core.schema.recommendation import Sized
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.load import CarriedLoad, carried
-from xgpt.deciding.ranges import confidence, ranges_of
+from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
+from xgpt.deciding.sizing import Sizing
 from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
 from xgpt.resolve import load_of, workload_of
@@ -37,7 +37,7 @@ from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_c
 from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.objectives.sessions import found_in_sessions
-from xscheduler.objectives.sizing import ClusterChoice, Confidence, cheapest, fewest_devices
+from xscheduler.objectives.sizing import ClusterChoice, Fewest, cheapest, fewest_devices
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import NOT_SEARCHED, Scheduler
@@ -58,9 +58,9 @@ class Planned:
         choices: the compared clusters with their devices and prices, the cheapest first.
         planning_s: duration of planning for the chosen cluster, in seconds.
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
-        why_not_fewer: why fewer devices are not enough. "" means that the user gave the number of devices.
+        fewest: the number of devices that was chosen for the load, or None if the user gave it.
         load: the load that the request states, by a rate or by a log.
-        sizes: the numbers of devices that were tried for this load.
+        beside: the best plan of another shape, or None if it was not searched, or there is none.
     """
 
     request: PlanRequest
@@ -69,9 +69,9 @@ class Planned:
     choices: tuple[ClusterChoice, ...]
     planning_s: float
     ahead: dict[int, float] = field(default_factory=dict)
-    why_not_fewer: str = ""
+    fewest: Fewest | None = None
     load: CarriedLoad | None = None
-    sizes: tuple[Sized, ...] = ()
+    beside: Plan | None = None
 
     @property
     def recommendation(self) -> Recommendation:
@@ -82,6 +82,18 @@ class Planned:
         best = next(iter(self.plans))
         plans = {**self.plans, best: self.plans[best].told(recommendation)}
         return replace(self, plans=plans)
+
+    def recommend(self, **asked: Any) -> Recommendation:
+        """Return what to run. Arguments are those of `xgpt.deciding.recommend` on the present deployment."""
+        return recommend(
+            self.plans,
+            self.problem.profile,
+            load=self.load,
+            tried=() if self.fewest is None else self.fewest.tried,
+            choices=self.choices,
+            beside=self.beside,
+            **asked,
+        )
 
     @property
     def best(self) -> Plan:
@@ -136,19 +148,25 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
     problem = resolved.problem
     started = time.perf_counter()
     try:
-        problem, found, ahead = _with_best_draft(request, problem, progress)
+        problem, found, ahead = _with_best_draft(request, problem, resolved.found, progress)
         if problem.workload.sessions is None:
             found = with_reuse(_find_each(request), problem, trace, found)
+        found = own_first(found)
     except InfeasibleError as error:
         if problem.profile.is_restless:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
         raise
-    plans = _annotate(own_first(found), problem, trace, request.api_servers)
-    told = recommend(plans, problem.profile, load=load, sizes=resolved.sizes, path=path)
+    first = next(iter(found.values()))
+    other = resolved.beside or first.at_side
+    plans = _annotate(found, problem, trace, request.api_servers)
+    if other is not None:
+        other = fronted(other.with_estimate(**ranges_of(other, problem.profile)), request.api_servers)
+    beside = None if other is None else other.proven(first.ceiling)
     if problem.cluster.is_local:
         check_planned(next(iter(plans.values())))
-    planning_s, chosen = time.perf_counter() - started, (resolved.why_not_fewer, load, resolved.sizes)
-    return Planned(request, problem, plans, resolved.choices, planning_s, ahead, *chosen).told(told)
+    planning_s, choices = time.perf_counter() - started, resolved.choices
+    planned = Planned(request, problem, plans, choices, planning_s, ahead, resolved.fewest, load, beside)
+    return planned.told(planned.recommend(path=path))
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:
@@ -162,16 +180,19 @@ def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEa
 
 
 def _with_best_draft(
-    request: PlanRequest, problem: Problem, progress: Progress | None
+    request: PlanRequest, problem: Problem, known: dict[str, Found] | None, progress: Progress | None
 ) -> tuple[Problem, dict[str, Found], dict[int, float]]:
     """Find the best number of draft tokens. Return the problem and each policy's best schedule with this number, and
     `Planned.ahead`.
 
     Unless the request states the number, numbers are tried from 0 upwards until two in a row gain nothing.
+
+    Args:
+        known: the schedules of the problem, if they have been searched.
     """
     most, plans_of = problem.speculation, _find_each(request, progress)
     if most is None or request.speculative_tokens is not None:
-        return problem, plans_of(problem), {}
+        return problem, known or plans_of(problem), {}
     best, found, failed = 0, dict[int, tuple[Problem, dict[str, Found]]](), None
     ahead: dict[int, float] = {}
     for tokens in range(most.tokens + 1):
@@ -245,13 +266,13 @@ def with_settings(plan: Plan, profile: Profile, settings: Mapping[str, Any]) -> 
 class _Resolved(NamedTuple):
     problem: Problem
     choices: tuple[ClusterChoice, ...] = ()
-    why_not_fewer: str = ""
-    sizes: tuple[Sized, ...] = ()
+    fewest: Fewest | None = None
+    found: dict[str, Found] | None = None
+    beside: PlanDraft | None = None
 
 
 def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
     check_held(request.policy, request.fix)
-    find, wanted = _find_each(request), request.confidence
     if request.among is None:
         problem = resolve(request, progress)
         is_asked = request.devices == "auto"
@@ -259,52 +280,32 @@ def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress 
             if is_asked:
                 raise InputError("devices", "auto", NEEDS_RATE)
             return _Resolved(problem)
-        problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
+        sizing = Sizing(problem, load, _find_each(request), request.confidence, progress)
         try:
-            fewest = fewest_devices(problem, find, _confidence(problem, load), wanted)
+            fewest = fewest_devices(problem.cluster.num_devices, sizing.judge, request.confidence)
+            return _sized(sizing, fewest)
         except InfeasibleError:
             if is_asked:
                 raise
-            return _Resolved(resolve(request, progress))
-        return _Resolved(replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer, _sized(fewest.tried))
+            return _Resolved(problem)
     if load is None:
         raise InputError("among", ", ".join(request.among), NEEDS_RATE)
+    find = _find_each(request)
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
-    problems = [resolve(request.but(**update), progress) for update in each]
-    problems = [problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s)) for problem in problems]
-    choices = cheapest(problems, find, partial(_confidence, load=load), wanted)
+    sizings = [
+        Sizing(resolve(request.but(**update), progress), load, find, request.confidence, progress) for update in each
+    ]
+    judges = [sizing.judge for sizing in sizings]
+    choices = tuple(cheapest([sizing.problem for sizing in sizings], judges, request.confidence))
     best = choices[0]
-    if best.num_devices is None:
+    if best.fewest is None:
         raise InfeasibleError(
             "arrival_rate_per_s: no cluster of `among` sustains it. "
             + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
             binding="arrival_rate_per_s",
         )
-    problem = replace(best.problem, max_devices=best.num_devices)
-    return _Resolved(problem, tuple(choices), best.why_not_fewer, _sized(best.tried))
-
-
-NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as `workload`"
-
-
-def _follows_log(request: PlanRequest, problem: Problem, load: CarriedLoad) -> bool:
-    states = request.arrival_rate_per_s or request.devices or request.fix or request.speculative
-    several = problem.cluster.num_devices > 1 and not problem.cluster.is_local
-    return not states and several and load.log is not None and problem.constraint.maximises_arrivals
-
-
-def _confidence(problem: Problem, load: CarriedLoad) -> Confidence:
-    """Return a function for a plan's probability to sustain a load. Without known errors, predictions are believed."""
-
-    def of(plan: PlanDraft) -> float:
-        likely = confidence(plan, problem.profile, load.rate_per_s)
-        return 1.0 if likely is None else likely
-
-    return of
-
-
-def _sized(tried: tuple[tuple[int, float], ...]) -> tuple[Sized, ...]:
-    return tuple(Sized(num_devices=number, confidence=likely) for number, likely in tried)
+    chosen = next(sizing for sizing in sizings if sizing.problem is best.problem)
+    return _sized(chosen, best.fewest, choices)
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:

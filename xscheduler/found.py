@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xgpt.core.schema import Ceiling, Plan, PlanDraft
@@ -18,12 +19,19 @@ class Found:
         rival: see `SearchCertificate`.
         closed_rate: for a schedule that was not simulated, the closed form's highest arrival rate, requests/s. None if
             it was simulated, or if its objective is no rate.
+        beside: returns the best schedule of the same policy on a placement of another shape than a draft's or, if the
+            draft has several stages, on undivided replicas. None means that the search keeps none.
     """
 
     draft: PlanDraft
     ceiling: Ceiling
     rival: str | None = None
     closed_rate: float | None = None
+    beside: Callable[[PlanDraft], PlanDraft | None] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def at_side(self) -> PlanDraft | None:
+        return None if self.beside is None else self.beside(self.draft)
 
     @property
     def plan(self) -> Plan:

@@ -83,6 +83,11 @@ class Placement:
         return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degree of each stage of a replica."""
+        return tuple(stage.tp for layout in self.layouts for stage in layout.lane)
+
+    @property
     def is_even(self) -> bool:
         return all(layout.is_uniform for layout in self.layouts)
 

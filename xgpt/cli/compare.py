@@ -9,12 +9,13 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.options import output_file, refuse_idle, write
+from xgpt.cli.run import summary
 from xgpt.comparing.compare import Compared
 from xgpt.core.io import dump_json, sha256
 from xgpt.core.schema import Plan
 from xgpt.core.schema.documents import CompareOutput
 from xgpt.deciding import words
-from xgpt.reporting.plan_text import proof_in_words, settings_text
+from xgpt.reporting.plan_text import settings_text
 
 
 def compare(
@@ -46,21 +47,20 @@ def compare(
         )
         click.echo(document.model_dump_json(indent=1))
         return
-    click.echo("\n".join(words.lines(found.recommendation)))
+    click.echo("\n".join(words.told(found.recommendation, explain)))
     if explain:
         _explain(found)
     if found.measured:
         render.show(render.measured_table(found.plans, found.measured))
-    if not explain:
-        click.echo("Assumptions, other plans, looser bounds: --explain.")
 
 
 def _explain(found: Compared) -> None:
-    tables = [render.plans_table(found.plans)]
+    parts = [*summary(found.planned), *found.notes, *found.answer]
     if found.current is not None:
-        tables.append(
-            render.plans_table({"current": found.current}, "the current deployment at its highest arrival rate")
-        )
-    render.show("", *tables, *found.notes, *found.answer, f"proof: {proof_in_words(found.best)}")
+        title = "the current deployment at its highest arrival rate"
+        parts.append(render.plans_table({"current": found.current}, title))
+    if found.ranges:
+        parts.append(render.assumptions_table(found.ranges))
     if found.relaxed:
-        render.show(render.relaxed_table(found.best, found.relaxed))
+        parts.append(render.relaxed_table(found.best, found.relaxed))
+    render.show("", *parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from xscheduler.expression import maximised
 
 if TYPE_CHECKING:
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
-    from xgpt.core.schema.documents import CalibrateOutput
+    from xgpt.core.schema.documents import CalibrateOutput, RangeOutput
     from xgpt.core.schema.fleet import FleetFigures, FleetPlan
     from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
@@ -192,7 +192,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
     rows = [
         [
             choice.problem.cluster.name,
-            "-" if choice.num_devices is None else f"{choice.num_devices} of {choice.problem.cluster.num_devices}",
+            "-" if choice.fewest is None else f"{choice.fewest.number} of {choice.problem.cluster.num_devices}",
             f"{choice.problem.cluster.price_per_device_hour:g}",
             "not sustained" if choice.price_per_hour is None else f"{choice.price_per_hour:.4g}",
         ]
@@ -205,16 +205,26 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     rows = [
         [
-            "none" if bound is None else f"{bound:.4g} s",
+            "none" if factor is None else f"x{factor:g}: {bounds_in_words(plan.constraint)}",
             plan.policy.kind,
             f"{maximised(plan):.3f}",
             f"{100 * (maximised(plan) / maximised(best) - 1):+.1f}%",
         ]
-        for bound, plan in relaxed.items()
+        for factor, plan in relaxed.items()
     ]
     rate = "arrivals/s" if best.constraint.maximises_arrivals else "req/s"
     below = [f"{row[0]}: {settings_text(plan)}" for row, plan in zip(rows, relaxed.values(), strict=True)]
-    return Fitting("gains from a looser latency bound", ["bound", "best", rate, "gain"], rows, below=below)
+    return Fitting("gains from looser bounds", ["bounds", "best", rate, "gain"], rows, below=below)
+
+
+def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Table:
+    """Return a table of each plan's gain per device over the current deployment under each assumption."""
+    names = list(next(iter(ranges.values())).each)
+    rows = [
+        [name, *("-" if (gain := one.each.get(name)) is None else f"{gain:.2f}" for one in ranges.values())]
+        for name in names
+    ]
+    return table("gain per device if", ["", *ranges], rows)
 
 
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")

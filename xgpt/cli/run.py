@@ -37,14 +37,12 @@ def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> No
     if as_json:
         click.echo(text, nl=False)
     else:
-        click.echo("\n".join(words.lines(planned.recommendation)))
+        click.echo("\n".join(words.told(planned.recommendation, explain, f"A page: xgpt report {output}.")))
         if explain:
-            render.show("", *_summary(planned))
-        else:
-            click.echo(f"Proof, ranges, other plans: --explain. A page: xgpt report {output}")
+            render.show("", *summary(planned))
 
 
-def _summary(planned: Planned) -> Iterator[object]:
+def summary(planned: Planned) -> Iterator[object]:
     problem, best = planned.problem, planned.best
     bound = plan_text.bounds_in_words(best.constraint) or "no bounds"
     yield (
@@ -59,11 +57,12 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.ranges_from_rows(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
-    yield render.plans_table(planned.plans)
+    beside = {} if planned.beside is None else {"other shape": planned.beside}
+    yield render.plans_table({**planned.plans, **beside})
     yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
-    if planned.why_not_fewer:
-        yield planned.why_not_fewer
+    if planned.fewest is not None and (why := planned.fewest.why_not_fewer):
+        yield why
     if problem.cluster.num_devices > 1:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"

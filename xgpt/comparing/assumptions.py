@@ -91,7 +91,12 @@ def ranges(
         then = np.asarray(changes(plan, profile, among))
         each = gain * np.divide(then, now, out=np.full(len(now), inf), where=now > 0)
         least, most = min(gain, float(each.min())), max(gain, float(each.max()))
-        by_policy[kind] = RangeOutput(least=least, most=None if most == inf else most, worst=names[int(each.argmin())])
+        by_policy[kind] = RangeOutput(
+            least=least,
+            most=None if most == inf else most,
+            worst=names[int(each.argmin())],
+            each={name: None if factor == inf else factor for name, factor in zip(names, each.tolist(), strict=True)},
+        )
     return by_policy
 
 

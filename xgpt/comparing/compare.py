@@ -22,6 +22,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import (
     BenchReport,
+    ChunkedSettings,
     ClusterSpec,
     Plan,
     Profile,
@@ -29,7 +30,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.deciding.recommend import recommend
+from xgpt.deciding.recommend import BESIDE
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_of
@@ -39,7 +40,7 @@ from xscheduler.problem import Problem
 from xsimulator.front import most_rate
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
-"""Factors by which the latency bound is loosened to show the gain. None means no bound."""
+"""Factors by which the bounds are loosened to show the gain. None means no bounds."""
 OnStart = Callable[[Plan], None]
 """A function that is called with each plan before the plan is measured."""
 
@@ -82,17 +83,16 @@ class Compared:
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
-        """The best plan under each looser latency bound. Keys are bounds in s, and None means no bound. Without a
-        latency bound, it is empty.
+        """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, it is
+        empty.
         """
         problem, plan = self.planned.problem, self.best
-        bound = problem.constraint.latency_bound_s
+        constraint = problem.constraint.but(arrival_rate_per_s=None)
         best: dict[float | None, Plan] = {}
-        for factor in () if bound is None else RELAXATIONS:
-            relaxed = None if factor is None or bound is None else factor * bound
-            loose = problem.under(problem.constraint.but(latency_bound_s=relaxed))
+        for factor in RELAXATIONS if constraint.bounds_latency else ():
+            loose = problem.under(constraint.looser(factor))
             looser = next(iter(plan_each(loose, search=self.planned.request.search).values()))
-            best[relaxed] = plan = max(plan, looser, key=rate_of)
+            best[factor] = plan = max(plan, looser, key=rate_of)
         return best
 
 
@@ -181,21 +181,16 @@ def _with_current(
         if error.binding == "memory" and number < of:
             error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
         raise
+    assert isinstance(scored.policy, ChunkedSettings)
+    if (fit := scored.policy.max_batch) < (seqs := running.max_num_seqs):
+        notes = (*notes, f"max_batch {fit}: so many requests of these lengths fit into K/V memory at once, of {seqs}")
     notes = (*notes, *_front_note(scored, running.api_servers), *memory_note(as_run, running))
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
-    gains = ranges(planned.plans, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
+    compared = planned.plans if planned.beside is None else {**planned.plans, BESIDE: planned.beside}
+    gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
-    judged = recommend(
-        planned.plans,
-        profiles[0],
-        now=scored,
-        now_profile=profiles[1],
-        gains=gains,
-        load=planned.load,
-        sizes=planned.sizes,
-        kept=kept,
-    )
+    judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept)
     late = () if load is None else tuple(why_late(scored, planned.best, as_run, problem, load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
 

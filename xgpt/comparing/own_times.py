@@ -52,13 +52,9 @@ def _others(
                 f"{', '.join(ways)} would help"
             )
     if rest := number - int(too_long.sum()):
-        still = 0 if planned is None else _late_in(planned, running, too_long)
-        better = "" if planned is None else f"; under the best plan {still} of these are late"
+        better = ""
+        if planned is not None:
+            still = int((planned.excess(constraint.all_bounds) > 1)[late & ~too_long].sum())
+            better = f"; under the best plan {still:,} of these are late"
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"of the {number:,} late requests, {'; '.join(parts)}"]
-
-
-def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.bool_]) -> int:
-    over = planned.excess(running.constraint.all_bounds) > 1
-    size = min(len(over), len(too_long))
-    return int((over[:size] & ~too_long[:size]).sum())

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.errors import InputError
-from xgpt.core.numbers import duration
 from xgpt.core.schema.workload import Histogram, Workload
 from xgpt.core.workload import TraceLengths, binned
 
@@ -85,7 +84,7 @@ class Window(NamedTuple):
     """A part of a log's time.
 
     Attributes:
-        name: the window in words, such as "12:15 to 12:30" (UTC), or the time since the log's start.
+        name: the window in words, such as "12:15 to 12:30" (UTC) or, from its start, "+12:15 to +12:30".
         start_s: seconds from the first request of the log.
         seconds: length of the window within the log.
         first, end: the requests that arrive in it, as a half-open range.
@@ -112,12 +111,14 @@ class KeptByWindow(NamedTuple):
     Attributes:
         worst: the window with the smallest share. None means that the load has no windows.
         worst_share: share of this window's requests.
+        busiest_share: share of the busiest window's requests.
         by_window: share of each window's requests, or None for a window without requests.
     """
 
     share: float
     worst: Window | None = None
     worst_share: float | None = None
+    busiest_share: float | None = None
     by_window: tuple[float | None, ...] = ()
     counts: tuple[int, ...] = ()
 
@@ -130,6 +131,11 @@ class KeptByWindow(NamedTuple):
         return self.share >= quantile and all(
             share >= quantile - allowed / count**0.5 for share, count in windows if share is not None
         )
+
+
+def _clock(seconds: float, length: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}" + (f":{rest:02}" if length < 60 else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +198,7 @@ class LogLoad:
 
     def _named(self, edge_s: float, length: float) -> str:
         if self.requests.begin_s is None:
-            return f"{duration(abs(edge_s))} to {duration(edge_s + length)}"
+            return f"+{_clock(abs(edge_s), length)} to +{_clock(edge_s + length, length)}"
         begin, end = (
             datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
             for at_s in (edge_s, edge_s + length)
@@ -225,4 +231,5 @@ class LogLoad:
         worst = min(counted, key=lambda window: shares[window]) if counted else None
         by_window = tuple(shares.get(each) for each in self.windows)
         counts = tuple(each.num_requests for each in self.windows)
-        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window, counts)
+        busiest_share = None if self.busiest is None else shares.get(self.busiest)
+        return KeptByWindow(share, worst, None if worst is None else shares[worst], busiest_share, by_window, counts)

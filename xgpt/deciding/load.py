@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 
-from xgpt.core.load import LogLoad
-from xgpt.core.numbers import duration
-from xgpt.core.schema import Plan, Profile
+from xgpt.core.load import KeptByWindow, LogLoad
+from xgpt.core.schema import Plan, PlanDraft, Profile
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding.ranges import confidence
 from xsimulator.replay import replay
+
+MOST_COPIES = 4
+"""Largest number of deployments of a plan, beyond those that its rate asks for, of which a replay is tried."""
 
 
 @dataclass(frozen=True)
@@ -18,38 +22,71 @@ class CarriedLoad:
 
     Attributes:
         rate_per_s: requests a second: as the user stated, or of the busiest window of a log.
-        mean_per_s: mean rate of the log, or the stated rate.
         window: the busiest window, in words. "" means that the user stated the rate.
         log: the whole log with its times, or None.
     """
 
     rate_per_s: float
-    mean_per_s: float
     window: str = ""
     log: LogLoad | None = None
+    _kept: dict[object, KeptByWindow | None] = field(default_factory=dict, compare=False)
+
+    def kept(self, plan: PlanDraft, profile: Profile) -> KeptByWindow | None:
+        """Return what a plan keeps of the log, or None without a log, or if it cannot be replayed."""
+        if self.log is None or not plan.constraint.bounds_latency:
+            return None
+        key = plan.policy, plan.stages, plan.replicas, plan.admission, plan.speculation, plan.engine, plan.profile
+        if (name := repr(key)) not in self._kept:
+            run = replay(plan, profile, self.log)
+            self._kept[name] = None if run is None else run.kept
+        return self._kept[name]
 
 
 def carried(log: LogLoad | None, stated_per_s: float | None) -> CarriedLoad | None:
     """Return the load that a request states by its rate or its log, or None if it states none."""
     log = log if log is not None and log.busiest is not None else None
     if stated_per_s is not None:
-        return CarriedLoad(stated_per_s, stated_per_s, log=log)
+        return CarriedLoad(stated_per_s, log=log)
     if log is None or log.busiest is None or log.rate_per_s is None:
         return None
-    busiest = log.busiest
-    of = f"busiest {duration(busiest.seconds)} of {len(log.requests.input):,} requests ({busiest.name})"
-    return CarriedLoad(max(busiest.rate_per_s, log.rate_per_s), log.rate_per_s, of, log)
+    return CarriedLoad(max(log.busiest.rate_per_s, log.rate_per_s), log.busiest.name, log)
 
 
 def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
-    """Return what a plan keeps at a load: over the whole log, in its worst window, and how probable it is."""
-    likely = confidence(plan, profile, load.rate_per_s) if plan.constraint.bounds_latency else None
-    found = AtLoad(rate_per_s=load.rate_per_s, window=load.window, confidence=likely)
-    if load.log is None or not plan.constraint.bounds_latency or (run := replay(plan, profile, load.log)) is None:
-        return found
-    kept, worst = run.kept, run.kept.worst
-    return found.but(
-        share_kept=kept.share,
-        worst_window="" if worst is None else worst.name,
-        worst_share_kept=kept.worst_share,
+    """Return what a plan keeps at a load: over the whole log, in its windows, and how probable it is."""
+    if not plan.constraint.bounds_latency:
+        return AtLoad(rate_per_s=load.rate_per_s, window=load.window, holds=rate_of(plan) >= load.rate_per_s)
+    found = AtLoad(
+        rate_per_s=load.rate_per_s,
+        window=load.window,
+        confidence=confidence(plan, profile, load.rate_per_s),
+        holds=rate_of(plan) >= load.rate_per_s,
     )
+    kept = load.kept(plan, profile)
+    return found if kept is None or load.log is None else replayed(found, kept, load.log, plan.constraint.quantile)
+
+
+def replayed(found: AtLoad, kept: KeptByWindow, log: LogLoad, quantile: float) -> AtLoad:
+    """Return what is kept at a load, with what a replay of the log shows, which overrules the rate of its busiest
+    window.
+    """
+    return found.but(
+        num_requests=len(log.requests.input),
+        share_kept=kept.share,
+        busiest_share_kept=kept.busiest_share,
+        worst_window="" if kept.worst is None else kept.worst.name,
+        worst_share_kept=kept.worst_share,
+        holds=kept.holds(quantile) and (found.holds or bool(found.window)),
+    )
+
+
+def enough(plan: Plan, profile: Profile, load: CarriedLoad) -> int | None:
+    """Return a number of devices that holds a load as several deployments of a plan, or None if it is not known."""
+    if rate_of(plan) <= 0:
+        return None
+    least = max(2, ceil(load.rate_per_s / rate_of(plan)))
+    for copies in range(least, least + MOST_COPIES):
+        kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
+        if kept is None or kept.holds(plan.constraint.quantile):
+            return copies * plan.num_devices
+    return None

@@ -7,22 +7,24 @@ from math import inf
 
 import numpy as np
 
-from xgpt.checkpoints import hub
 from xgpt.comparing.flags import Given
 from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement, Sized
+from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement, OfferedCluster, Sized
 from xgpt.core.workload import Floats
-from xgpt.deciding.commands import engine_command, engine_label, processes_of
-from xgpt.deciding.load import CarriedLoad, at_load
+from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
+from xgpt.deciding.load import CarriedLoad, at_load, enough
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
+from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
 from xsimulator.session_rate import SessionTrial, per_session
 
+BESIDE = "beside"
+"""Name of the gain of the plan beside the best."""
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
 
@@ -45,7 +47,9 @@ def recommend(
     now_profile: Profile | None = None,
     gains: Mapping[str, RangeOutput] | None = None,
     load: CarriedLoad | None = None,
-    sizes: Sequence[Sized] = (),
+    tried: Sequence[tuple[int, Judged]] = (),
+    choices: Sequence[ClusterChoice] = (),
+    beside: Plan | None = None,
     kept: Given | None = None,
     path: str = "plan.json",
 ) -> Recommendation:
@@ -54,29 +58,35 @@ def recommend(
     Args:
         plans: each policy's best plan, the one to recommend first.
         now: the present deployment as a plan, or None.
-        gains: by policy, the range of its gain per device over `now` under all assumptions.
+        gains: by policy, the range of its gain per device over `now` under all assumptions. `BESIDE` names that of
+            `beside`.
         load: the load to carry, or None if the user states none.
-        sizes: numbers of devices that were tried for this load.
+        tried: numbers of devices that were judged for this load, rising.
+        choices: clusters that were compared, the cheapest first.
+        beside: the best plan of another shape, or None.
         kept: options of the present deployment's command that a new command repeats.
     """
+
+    def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
+        offer = offer_of(plan, kept, file)
+        return offer if load is None else offer.but(at_load=at_load(plan, of, load))
+
     kind, best = next(iter(plans.items()))
-    offers = {name: offer_of(plan, kept, path) for name, plan in plans.items()}
-    first = offers[kind]
-    if load is not None:
-        first = first.but(at_load=at_load(best, profile, load))
+    first = offered(best)
     present = gain = None
+    now_profile = now_profile or profile
     if now is not None:
-        ranges = ranges_of(now, now_profile or profile)["ranges"]
-        present = offer_of(now, kept, "current.json").but(rate_per_s=_rate(now, ranges))
-        if load is not None:
-            present = present.but(at_load=at_load(now, now_profile or profile, load))
+        present = offered(now, now_profile, "current.json")
+        present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
         gain = gain_of(best, now, (gains or {}).get(kind))
-    action, why = _decide(first, present, gain, best.constraint.quantile)
-    others = [name for name in plans if name != kind]
-    more = next((name for name in others if offers[name].needs_xgpt and rate_of(plans[name]) > rate_of(best)), None)
-    rest = [name for name in others if name != more and rate_of(plans[name]) > 0]
+    action, why = _decide(first, present, gain)
+    others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
+    more = next((plan for plan in others.values() if not by_itself(plan) and rate_of(plan) > rate_of(best)), None)
+    rest = [plan for plan in others.values() if plan is not more]
+    next_best = beside or max(rest, key=rate_of, default=None)
     chosen = present if action == "keep" and present is not None else first
-    shown = (now, now_profile or profile) if action == "keep" and now is not None else (best, profile)
+    shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
+    holds = chosen.at_load is None or chosen.at_load.holds
     return Recommendation(
         action=action,
         model=best.model.name,
@@ -89,15 +99,31 @@ def recommend(
         rejected=first if action == "keep" else None,
         confidence=None if chosen.at_load is None else chosen.at_load.confidence,
         why=why,
-        runner_up=None if not rest else offers[max(rest, key=lambda name: rate_of(plans[name]))],
-        with_more_work=None if more is None else offers[more],
-        sizes=tuple(sizes),
+        runner_up=None if next_best is None else offered(next_best),
+        runner_up_gain=None
+        if next_best is None or now is None
+        else gain_of(next_best, now, (gains or {}).get(BESIDE if beside is not None else next_best.policy.kind)),
+        with_more_work=None if more is None else offer_of(more, kept, path),
+        sizes=tuple(Sized(num_devices=number, **judged._asdict()) for number, judged in tried),
+        would_hold=None if holds or load is None else enough(*shown, load),
+        clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
         would_change=tuple(_would_change(best, first, gain, load)),
         measurement=_measurement(best, chosen, path),
-        unverified=unverified(shown[0]),
         warnings=best.estimate.warnings,
+    )
+
+
+def _cluster(choice: ClusterChoice) -> OfferedCluster:
+    cluster = choice.problem.cluster
+    assert cluster.price_per_device_hour is not None
+    return OfferedCluster(
+        name=cluster.name,
+        num_devices=None if choice.fewest is None else choice.fewest.number,
+        price_per_device_hour=cluster.price_per_device_hour,
+        cost_per_hour=choice.price_per_hour,
+        why_not=choice.why_not,
     )
 
 
@@ -115,20 +141,27 @@ def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> 
         sessions=plan.estimate.sessions,
         cost_per_hour=None if price is None else price * plan.num_devices,
         cost_per_million_tokens=plan.estimate.cost_per_million_tokens,
+        unverified=unverified(plan),
     )
 
 
 def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
-    """Return the gain in arrival rate, per device if the numbers of devices differ."""
-    same = best.num_devices == now.num_devices
-    each = [rate_of(plan) / (1 if same else plan.num_devices) for plan in (now, best)]
-    unit = "requests/s within the bounds" + ("" if same else " per device")
-    if each[0] <= 0:
-        return Gain(unit=unit, now=0.0, then=each[1])
-    factor = Ranged(value=each[1] / each[0])
+    """Return the gain in arrival rate.
+
+    Args:
+        varied: the range of the gain per device.
+    """
+    found = Gain(unit="requests/s within the bounds", now=rate_of(now), then=rate_of(best))
+    if found.now <= 0:
+        return found
+    value, more = found.then / found.now, best.num_devices / now.num_devices
+    each = Ranged(value=value / more)
     if varied is not None:
-        factor = factor.but(low=varied.least, high=varied.most)
-    return Gain(unit=unit, now=each[0], then=each[1], factor=factor, worst="" if varied is None else varied.worst)
+        each = each.but(low=varied.least, high=varied.most)
+    low, high = (None if end is None else more * end for end in (each.low, each.high))
+    whole = Ranged(value=value, low=low, high=high)
+    per_device = None if more == 1 else each
+    return found.but(factor=whole, per_device=per_device, worst="" if varied is None else varied.worst)
 
 
 def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKept, ...]:
@@ -167,36 +200,28 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
     return (run.whole_s[counts], run.ttft_s[counts], run.tpot_s[counts], *of_sessions)
 
 
-def _decide(first: Offer, now: Offer | None, gain: Gain | None, quantile: float) -> tuple[Action, str]:
+def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None or gain is None:
         return "run", ""
     if now.at_load is not None and first.at_load is not None:
-        kept, would_keep = (_keeps(each, quantile) for each in (now, first))
+        kept, would_keep = now.at_load.holds, first.at_load.holds
         if would_keep and not kept:
             return "change", "the present deployment does not keep the bounds at your load, this plan does"
         if kept and not would_keep:
-            return "keep", "the present deployment keeps the bounds at your load, and no plan found does"
+            return "keep", "it keeps the bounds at your load, and no plan found does"
         if kept and would_keep and first.num_devices < now.num_devices:
-            return "change", f"{first.num_devices} of your {now.num_devices} devices keep the bounds at your load"
+            return "change", "they hold your load"
         if kept and would_keep:
             return "keep", "it keeps the bounds at your load, and fewer devices are not sure to"
-    if gain.factor is None:
+    each = gain.per_device or gain.factor
+    if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
-    if gain.factor.low is not None and gain.factor.low < 1:
-        return "keep", f"the best plan may be worse: {gain.factor.low:.2f} times as much if {gain.worst}"
-    if gain.factor.value < LEAST_GAIN:
-        return "keep", f"the best plan gains only {100 * (gain.factor.value - 1):.0f}%"
+    if each.low is not None and each.low < 1:
+        return "keep", f"the best plan may be worse: {each.low:.2f} times as much if {gain.worst}"
+    if each.value < LEAST_GAIN:
+        return "keep", f"the best plan gains only {100 * (each.value - 1):.0f}%"
     return "change", ""
-
-
-def _keeps(offer: Offer, quantile: float) -> bool:
-    """Return whether an offer keeps the bounds at the load: over the whole log if there is one, else by its rate."""
-    load = offer.at_load
-    assert load is not None
-    if load.share_kept is not None:
-        return load.share_kept >= quantile
-    return offer.rate_per_s.value >= load.rate_per_s
 
 
 def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:
@@ -222,7 +247,8 @@ def _would_change(best: Plan, offer: Offer, gain: Gain | None, load: CarriedLoad
         found.append(f"a load above {offer.rate_per_s.value:.3g} requests/s")
     elif low is not None and low <= 0:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
-    if gain is not None and gain.worst and gain.factor is not None and (gain.factor.low or 1) < 1:
+    each = None if gain is None else gain.per_device or gain.factor
+    if gain is not None and gain.worst and each is not None and (each.low or 1) < 1:
         found.append(gain.worst)
     if (edge := best.estimate.mixing_edge) is not None:
         now = 0.0 if best.engine is None else best.engine.mixing
@@ -232,18 +258,11 @@ def _would_change(best: Plan, offer: Offer, gain: Gain | None, load: CarriedLoad
 
 
 def _measurement(best: Plan, chosen: Offer, path: str) -> Measurement | None:
-    """Return the measurement that replaces the widest assumption by a fact."""
-    if best.profile.source == "measured":
+    """Return the measurement that replaces the widest assumption by a fact, for what `xgpt check` can measure."""
+    if best.profile.source == "measured" or chosen.needs_xgpt or engine_command(best) is None:
         return None
-    model = hub.id_of(best.checkpoint) or hub.id_of_shipped(best.model.name) or best.model.name
-    lengths, rate = best.workload, chosen.rate_per_s.value
-    port = chosen.processes[0].port if chosen.processes else 8000
+    port = chosen.processes[0].port if chosen.processes else PORT
     return Measurement(
-        narrows="step times: run the command, measure it once, fit the profile",
-        command=(
-            f"vllm bench serve --port {port} --model {model} --dataset-name random "
-            f"--random-input-len {lengths.input.mean:.0f} --random-output-len {lengths.output.mean:.0f} "
-            f"--request-rate {0.7 * rate:.2g} --num-prompts 500 --save-result --result-filename result.json "
-            f"&& xgpt calibrate {path} result.json -o profile.json"
-        ),
+        narrows="step times, on which all figures rest",
+        command=f"xgpt check http://127.0.0.1:{port} --plan {path}",
     )

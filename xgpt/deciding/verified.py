@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PlanDraft
 
 
-def unverified(plan: Plan) -> tuple[str, ...]:
+def unverified(plan: PlanDraft) -> tuple[str, ...]:
     """Return what of a plan fewer than ten published measurements check (docs/results/truth.md), in words.
 
     Empty if the plan's step times were measured where it runs.
@@ -15,15 +15,21 @@ def unverified(plan: Plan) -> tuple[str, ...]:
     found, device = [], plan.cluster.device
     if device.efficiency is not None and device.efficiency.like is not None:
         found.append(f"{device.name}, whose efficiency is derived from that of {device.efficiency.like}")
-    lanes = {stage.lane for stage in plan.stages}
-    if len(lanes) > 1:
-        found.append("prefill and decode on separate devices")
-    elif len(plan.stages) > 1:
-        found.append("pipelines")
-    if any(stage.ep > stage.tp for stage in plan.stages):
-        found.append("attention by data with shared experts")
+    if shape := unverified_shape(plan):
+        found.append(shape)
     if plan.speculation is not None:
         found.append("drafts")
     if any(block.recurrent is not None for block in plan.model.blocks):
         found.append("recurrent layers")
     return tuple(found)
+
+
+def unverified_shape(plan: PlanDraft) -> str:
+    """Return the class of a plan's placement if few measurements check it, in words, or ""."""
+    if plan.profile.source == "measured":
+        return ""
+    if len({stage.lane for stage in plan.stages}) > 1:
+        return "prefill and decode on separate devices"
+    if len(plan.stages) > 1:
+        return "pipelines"
+    return "attention by data with shared experts" if any(stage.ep > stage.tp for stage in plan.stages) else ""

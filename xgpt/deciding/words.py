@@ -2,60 +2,123 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from math import ceil
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
-from xgpt.core.schema.recommendation import AtLoad, BoundKept
+from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
 
-WIDTH = 80
+WIDTH, MOST_LINES = 80, 15
 MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
+LATER = 9
+"""Rank of what is never left out."""
 
 
-def lines(found: Recommendation, width: int = WIDTH) -> list[str]:
-    """Return the lines: what to run, what it keeps, what it gains, what would change it."""
-    said = [*_answer(found), *_promise(found), *_reasons(found)]
-    return [line for text in said for line in _wrapped(text, width)]
+def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LINES, end: str = "") -> list[str]:
+    """Return the lines: whether what runs now holds, what to run, what it keeps, what it gains, what would change it.
+
+    Args:
+        most: number of lines after which the least important sentences are left out. None means that none are.
+        end: a last sentence, such as where to read more. It is never left out.
+    """
+    said = list(_sentences(found))
+    while True:
+        texts = [text for _, text in said]
+        if end and len(_wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
+            texts[-1] += f" {end}"
+        elif end:
+            texts.append(end)
+        shown = [line for text in texts for line in _wrapped(text, width)]
+        least = min(said, key=lambda each: each[0])
+        if most is None or len(shown) <= most or least[0] == LATER:
+            return shown
+        said.remove(least)
+
+
+def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
+    """Return what a command prints first: fifteen lines at most, or all of them before it explains them."""
+    end = " ".join(part for part in (more, "" if explained else "More: --explain.") if part)
+    return lines(found, most=None if explained else MOST_LINES, end=end)
+
+
+def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
+    """Yield sentences with their ranks: the lowest are left out first."""
+    best, load = found.best, found.best.at_load
+    if found.now is not None and found.now.at_load is not None:
+        yield LATER, f"Yours {_kept_now(found.now, found.now.at_load)}."
+    if load is not None and not load.holds:
+        would = f"; {found.would_hold} would, as copies of this one" if found.would_hold else ""
+        devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
+        yield LATER, f"No schedule found on your {devices} holds your load{would}."
+    yield from ((LATER, text) for text in _answer(found))
+    if (sessions := best.sessions) is not None:
+        rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
+        yield LATER, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
+        yield from ((LATER, text) for text in session_lines(sessions))
+    elif found.bounds:
+        yield LATER, f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
+    else:
+        yield LATER, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
+    if load is not None:
+        told = load.but(confidence=None) if found.sizes else load
+        yield LATER, f"Your load: {load_in_words(told, windows=found.now is None)}."
+    if found.gain is not None:
+        yield LATER, f"{gain_in_words(found)}."
+    if found.runner_up is not None:
+        is_sure = bool(best.unverified and not found.runner_up.unverified)
+        yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
+    if found.sizes:
+        yield 7, f"Devices: {_sizes(found.sizes)}."
+    for each in found.clusters:
+        yield 7, _cluster(each)
+    if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
+        gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
+        where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
+        most = found.limit_per_s / (1 if sessions is None else sessions.turns)
+        yield 6, f"{gap}{where}: no schedule searched exceeds {most:.3g}/s."
+    if found.with_more_work is not None:
+        yield 4, f"With more work: {_in_short(found.with_more_work, best)}."
+    if found.would_change:
+        yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
+    if found.measurement is not None:
+        yield 1, f"Once it runs, measure {found.measurement.narrows}: {found.measurement.command}"
+    for warning in found.warnings[:1]:
+        yield 5, f"Warning: {warning}"
+
+
+def _kept_now(now: Offer, load: AtLoad) -> str:
+    """Return what the present deployment keeps, as in "keeps 99.9% of 346,479 requests, all at the busiest (...)"."""
+    if load.share_kept is None or load.busiest_share_kept is None:
+        most = f"keeps the bounds up to {now.rate_per_s.value:.3g} requests/s"
+        return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
+    kept, busy = _percent(load.share_kept), _percent(load.busiest_share_kept)
+    text = f"keeps {kept} of {load.num_requests:,} requests, {busy} at the busiest"
+    text += f" ({load.window})" if load.window else ""
+    return text if load.holds else f"{text}: it does not hold your load"
 
 
 def _answer(found: Recommendation) -> Iterator[str]:
-    best = found.best
-    engine = f" in {best.engine}" if best.engine else ""
-    what = f"{found.model} on {found.devices}{engine}: {best.name}"
+    best, why = found.best, found.why
+    engine = f", {best.engine}" if best.engine else ""
+    devices = found.devices
+    if found.now is not None and best.num_devices < found.now.num_devices:
+        devices = devices.replace(" x ", f" of your {found.now.num_devices} ", 1)
+    what = f"{best.name} on {devices}{engine}"
     if found.action == "keep":
-        yield f"Keep what runs now, {what}: {found.why}."
+        yield f"Keep what runs now, {what}: {why}."
         return
-    yield f"{'Run' if found.action == 'run' else 'Change to'} {what}" + (f": {found.why}." if found.why else ".")
+    start = "Run " + found.model + ":" if found.action == "run" else "Change to"
+    if best.unverified:
+        why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
+    yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
     for process in best.processes[:MOST_COMMANDS]:
         yield f"$ {process.command}"
     if (rest := len(best.processes) - MOST_COMMANDS) > 0:
         yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
-
-
-def _promise(found: Recommendation) -> Iterator[str]:
-    best = found.best
-    if (sessions := best.sessions) is not None:
-        rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
-        yield f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
-        yield from session_lines(sessions)
-    elif found.bounds:
-        yield f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
-    else:
-        yield f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
-    if (load := best.at_load) is not None:
-        most = best.rate_per_s.value
-        more = f" It takes {ceil(load.rate_per_s / most)} such deployments." if 0 < most < load.rate_per_s else ""
-        wanted = min((bound.quantile for bound in found.bounds), default=0.0)
-        holds = load.share_kept is None or load.share_kept >= wanted
-        yield f"{'Your load' if holds else 'Too little for your load'}: {load_in_words(load)}.{more}"
-    if found.gain is not None:
-        yield f"{gain_in_words(found)}."
-    if found.unverified:
-        yield f"Not verified by measurements: {'; '.join(found.unverified)}."
 
 
 def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
@@ -79,36 +142,67 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
         )
 
 
-def load_in_words(load: AtLoad) -> str:
-    """Return what is kept at the user's load: by its rate, and over the whole log if there is one."""
-    text = f"{load.rate_per_s:.3g}/s" + (f" in the {load.window}" if load.window else "")
-    if load.confidence is not None:
-        text += f": holds in {tenths(load.confidence)}"
+def load_in_words(load: AtLoad, *, windows: bool = True) -> str:
+    """Return what is kept at the user's load: by its rate, and over the whole log if there is one.
+
+    Args:
+        windows: whether to name the busiest window.
+    """
+    busiest = f" ({load.window})" if windows else ""
+    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest{busiest}" if load.window else "")
+    if load.confidence is not None and load.holds:
+        text += f", held in {tenths(load.confidence)}"
     if load.share_kept is not None and load.worst_share_kept is not None:
         kept, least = _percent(load.share_kept), _percent(load.worst_share_kept)
-        text += f". Replayed whole, {kept} of its requests keep the bounds"
+        text += f"; replayed, {kept} of {load.num_requests:,} requests keep the bounds"
         text += "" if kept == least else f", {least} in the worst window ({load.worst_window})"
     return text
 
 
-def _reasons(found: Recommendation) -> Iterator[str]:
-    if found.sizes:
-        likely = [size for size in found.sizes if size.confidence >= 0.05] or found.sizes[-1:]
-        each = [f"{size.num_devices}: {tenths(size.confidence)}" for size in likely]
-        yield f"Devices that hold it: {'; '.join(each)}."
-    if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
-        gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
-        where = f" on {found.best.num_devices} devices" if found.best.num_devices > 1 else ""
-        most = found.limit_per_s / (1 if found.best.sessions is None else found.best.sessions.turns)
-        yield f"{gap}{where}: with these step times no schedule searched exceeds {most:.3g}."
-    if found.with_more_work is not None:
-        yield f"With more work: {_in_short(found.with_more_work)}."
-    if found.runner_up is not None:
-        yield f"Next best: {_in_short(found.runner_up)}."
-    if found.would_change:
-        yield f"Would change it: {'; '.join(found.would_change[:2])}."
-    for warning in found.warnings[:1]:
-        yield f"Warning: {warning}"
+def _runner_up(found: Recommendation, offer: Offer) -> str:
+    start = "Next best"
+    if found.best.unverified and not offer.unverified:
+        start = "Verified by measurements"
+    elif offer.unverified and not found.best.unverified:
+        start = f"Not verified by measurements ({', '.join(offer.unverified)})"
+    load, gain = offer.at_load, found.runner_up_gain
+    text = f"{start}: {_in_short(offer, found.best)}"
+    if gain is not None and gain.factor is not None:
+        text += f", {gain.factor.value:.2f} times yours"
+    if load is not None and not load.holds:
+        text += ", too little for your load"
+    elif load is not None and load.confidence is not None:
+        text += f", held in {tenths(load.confidence)}"
+    return f"{text}."
+
+
+def _sizes(sizes: tuple[Sized, ...]) -> str:
+    """Return how surely each number of devices holds the load. A number between two that were searched holds it at
+    least as surely as the lower one.
+    """
+    spans = list[tuple[int, int, str]]()
+    for size, after in zip(sizes, [*sizes[1:], None], strict=True):
+        last = size.num_devices if after is None else after.num_devices - 1
+        words = tenths(size.confidence) if size.confidence else "none"
+        if spans and spans[-1][2] == words:
+            spans[-1] = spans[-1][0], last, words
+        else:
+            spans.append((1 if words == "none" else size.num_devices, last, words))
+    said = [f"{_span(first, last)} in {words}" for first, last, words in spans]
+    said[0] = said[0].replace(" in ", f" hold{'s' if spans[0][0] == spans[0][1] else ''} it in ", 1)
+    first, *others = re.split("(?<= cases)", ", ".join(said), maxsplit=1)
+    return first + "".join(others).replace(" cases", "")
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
+
+
+def _cluster(each: OfferedCluster) -> str:
+    if each.num_devices is None or each.cost_per_hour is None:
+        return f"{each.name} ({each.price_per_device_hour:g} an hour each): not enough: {each.why_not}"
+    text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
+    return f"{text}; {each.why_not}." if each.why_not else f"{text}, the cheapest."
 
 
 def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
@@ -136,24 +230,34 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
     return [line for text in said for line in _wrapped(text, width)]
 
 
-def _in_short(offer: Offer) -> str:
+def _in_short(offer: Offer, beside: Offer) -> str:
+    name = offer.name.removeprefix(f"{beside.policy}, ")
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
-    if offer.sessions is not None:
-        return f"{offer.name}{scheduler}: {offer.sessions.rate_per_s:.3g} sessions/s"
-    return f"{offer.name}{scheduler}: {offer.rate_per_s.value:.3g} requests/s"
+    devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices else ""
+    rate = f"{offer.rate_per_s.value:.3g}" if offer.sessions is None else f"{offer.sessions.rate_per_s:.3g} sessions"
+    return f"{name}{devices}{scheduler}: {rate}/s"
 
 
 def gain_in_words(found: Recommendation) -> str:
-    """Return the gain over the present deployment, in its own unit and without a ratio to zero."""
+    """Return the gain over the present deployment, on all devices and per device, without a ratio to zero."""
     gain = found.gain
     assert gain is not None
     start = "The best plan's gain" if found.action == "keep" else "Gain"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
-    low, high = gain.factor.low, gain.factor.high
-    likely = "" if low is None else f", likely {low:.2f} to {high:.2f}" if high is not None else f", at least {low:.2f}"
+    if gain.factor.value < 1:
+        start = "Rate"
     unit = gain.unit.replace(" within the bounds", "")
-    return f"{start}: {gain.factor.value:.2f} times{likely} ({gain.then:.3g} against {gain.now:.3g} {unit})"
+    text = f"{start}: {gain.factor.value:.2f} times ({gain.then:.3g} against {gain.now:.3g} {unit})"
+    if gain.per_device is None:
+        return text + _likely(gain.factor)
+    return f"{text}, per device {gain.per_device.value:.2f}{_likely(gain.per_device)}"
+
+
+def _likely(factor: Ranged) -> str:
+    if factor.low is None:
+        return ""
+    return f" (at least {factor.low:.2f})" if factor.high is None else f" ({factor.low:.2f} to {factor.high:.2f})"
 
 
 def in_words(figure: Ranged, unit: str) -> str:

@@ -34,6 +34,8 @@ def settings_text(plan: Plan) -> str:
     for of_rule in (getattr(policy, name) for name in policy.tuned):
         if of_rule is not None:
             texts += [f"{name} {value:g}" for name, value in of_rule]
+    if isinstance(policy, ChunkedSettings) and policy.microbatches > 1:
+        texts[0] += f" ({policy.token_budget // policy.microbatches} a step)"
     texts += [f"{name} {value}" for name in policy.steadying if (value := getattr(policy, name))]
     if plan.admission.order == "in-time":
         texts.append("in-time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from xscheduler.found import Found
 from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, MOST_PREDICTIONS, Branches
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
+from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space, columns_of
 from xscheduler.tolerances import TOLERANCES
@@ -142,11 +143,28 @@ class Arrivals(Objective[PlanDraft]):
         }
         return {
             kind: Found(
-                *self._certified(plan, kind, breach[kind], best=kind == best), _rival(ordered) if kind == best else None
+                *self._certified(plan, kind, breach[kind], best=kind == best),
+                _rival(ordered) if kind == best else None,
+                beside=None if self._only_best else partial(self._beside, kind),
             )
             for kind, plan in ordered.items()
             if rate_of(plan) >= asked
         }
+
+    def _beside(self, kind: str, plan: PlanDraft) -> PlanDraft | None:
+        """Return the best schedule on placements of another shape (`Found.beside`)."""
+        own = Placement.of(plan).degrees
+        spaces = [
+            self._in_engine(space)
+            for space in self.scheduler.candidates.spaces(kind)
+            if (len(space.placement.degrees) == 1 if len(own) > 1 else space.placement.degrees != own)
+        ]
+        best = self._best_of(self._ranked(spaces, kind, MOST_TRIED), None)
+        if best is None or not best.rate:
+            return None
+        best = self._best_nearby(best)
+        best.precision = TOLERANCES.rate
+        return best.plan.with_estimate(capacity=best.found(edges=False))
 
     def _certified(self, plan: PlanDraft, kind: str, breach: float, *, best: bool) -> tuple[PlanDraft, Ceiling]:
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]

@@ -7,9 +7,41 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import PlanDraft
-from xscheduler.objectives.reusing import FindEach
 from xscheduler.problem import Problem
+
+
+class Judged(NamedTuple):
+    """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words.
+
+    A confidence of 0 means that the rate is not even predicted.
+    """
+
+    confidence: float
+    why_not: str = ""
+
+
+Judge = Callable[[int, float], Judged]
+"""Judges a number of devices, given the wanted confidence. Raises InfeasibleError if no plan keeps the constraint."""
+
+
+class Fewest(NamedTuple):
+    """The smallest number of devices that sustains a rate with the wanted confidence.
+
+    Attributes:
+        tried: the numbers that were judged, rising.
+    """
+
+    number: int
+    tried: tuple[tuple[int, Judged], ...] = ()
+
+    @property
+    def why_not_fewer(self) -> str:
+        """Why one device fewer is not enough. "" if the number is 1."""
+        below = self.number - 1
+        if not below:
+            return ""
+        why = dict(self.tried)[below].why_not
+        return f"{below} device{'s are' if below > 1 else ' is'} not enough: {why}"
 
 
 @dataclass(frozen=True)
@@ -17,75 +49,48 @@ class ClusterChoice:
     """A cluster, the number of its devices that sustains the arrival rate, and the price of these devices.
 
     Attributes:
-        num_devices: the smallest number of devices that sustains the arrival rate, or None if all devices do not
-            sustain it.
-        why_not_fewer, tried: see `Fewest`.
+        fewest: the smallest number of devices that sustains the arrival rate, or None if all devices do not.
+        why_not: why the cluster was not chosen. "" means that it was.
     """
 
     problem: Problem
-    num_devices: int | None
+    fewest: Fewest | None
     price_per_hour: float | None
-    why_not: str | None
-    why_not_fewer: str = ""
-    tried: tuple[tuple[int, float], ...] = ()
+    why_not: str = ""
 
 
-Confidence = Callable[[PlanDraft], float]
-"""Returns the probability that a plan sustains the rate."""
-
-
-class Fewest(NamedTuple):
-    """The smallest number of devices that sustains a rate with the wanted confidence.
-
-    Attributes:
-        why_not_fewer: why one device fewer is not enough. "" if the number is 1.
-        tried: the confidence of each number that was tried, rising. 0 means that the rate is not even predicted.
-    """
-
-    number: int
-    why_not_fewer: str
-    tried: tuple[tuple[int, float], ...] = ()
-
-
-def fewest_devices(problem: Problem, find_each: FindEach, confidence: Confidence, wanted: float) -> Fewest:
-    """Return the smallest number of the cluster's devices on which a plan keeps the constraint at the arrival rate.
+def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
+    """Return the smallest number of devices on which a plan sustains the rate with the wanted confidence.
 
     If no number reaches the wanted confidence, return the smallest number with the highest confidence.
 
     Args:
+        most: number of devices that there are.
         wanted: probability with which the plan must sustain the rate.
 
     Raises:
         InfeasibleError: all devices together do not sustain the rate.
     """
-    tried, why = dict[int, float](), dict[int, str]()
+    tried = {most: judge(most, 0.0)}
+    if not tried[most].confidence:
+        raise InfeasibleError(f"arrival_rate_per_s: {tried[most].why_not}", binding="arrival_rate_per_s")
+    wanted = min(wanted, tried[most].confidence)
 
-    def of(number: int) -> float:
+    def is_enough(number: int) -> bool:
         try:
-            tried[number] = confidence(next(iter(find_each(replace(problem, max_devices=number)).values())).draft)
+            tried[number] = judge(number, wanted)
         except InfeasibleError as error:
-            tried[number], why[number] = 0.0, str(error)
-            if number == problem.cluster.num_devices:
-                raise
-        return tried[number]
+            tried[number] = Judged(0.0, str(error))
+        return tried[number].confidence >= wanted
 
-    low, high = 1, problem.cluster.num_devices
-    wanted = min(wanted, of(high))
+    low, high = 1, most
     while low < high:
         middle = (low + high) // 2
-        if of(middle) >= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    below = high - 1
-    devices = f"{below} device{'s are' if below > 1 else ' is'} not enough"
-    reason = why.get(below, f"they sustain the rate in {100 * tried.get(below, 0):.0f} of 100 cases")
-    return Fewest(high, f"{devices}: {reason}" if below else "", tuple(sorted(tried.items())))
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return Fewest(high, tuple(sorted(tried.items())))
 
 
-def cheapest(
-    problems: Sequence[Problem], find_each: FindEach, confidence: Callable[[Problem], Confidence], wanted: float
-) -> list[ClusterChoice]:
+def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:
     """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
 
     Clusters that do not sustain the rate come last.
@@ -94,7 +99,7 @@ def cheapest(
         InputError: the cluster of a problem states no price.
     """
     choices = []
-    for problem in problems:
+    for problem, judge in zip(problems, judges, strict=True):
         price = problem.cluster.price_per_device_hour
         if price is None:
             raise InputError(
@@ -103,9 +108,12 @@ def cheapest(
                 "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
             )
         try:
-            num_devices, why_not_fewer, tried = fewest_devices(problem, find_each, confidence(problem), wanted)
+            fewest = fewest_devices(problem.cluster.num_devices, judge, wanted)
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue
-        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None, why_not_fewer, tried))
-    return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
+        why = f"{fewest.number} of its devices cost more"
+        choices.append(ClusterChoice(problem, fewest, price * fewest.number, why))
+    choices.sort(key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
+    first, *others = choices
+    return choices if first.fewest is None else [replace(first, why_not=""), *others]

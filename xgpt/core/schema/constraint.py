@@ -150,6 +150,10 @@ class Constraint(Frozen):
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.but(**left) if path_s else self
 
+    def looser(self, factor: float | None) -> Constraint:
+        """Return the constraint with all bounds multiplied by a factor. None means without bounds."""
+        return self.but(**{name: factor and factor * bound for name, bound in self.bounds.given.items()})
+
     @property
     def all_bounds(self) -> Goal:
         """All bounds as one goal. The share of requests that keep it is the goodput."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.recommendation import Recommendation
@@ -17,6 +19,8 @@ class RangeOutput(Frozen):
     """The largest gain. Null: under some assumption, the current deployment keeps the bounds at no rate."""
     worst: str
     """The assumption with the smallest gain."""
+    each: dict[str, float | None] = Field(default={})
+    """The gain under each assumption. Null: the current deployment then keeps the bounds at no rate."""
 
 
 class CompareOutput(Frozen):
@@ -25,7 +29,7 @@ class CompareOutput(Frozen):
     plans: dict[str, Plan]
     """The best plan of each policy. The best plan of all comes first."""
     relaxed: list[Plan]
-    """The best plan under each looser latency bound."""
+    """The best plan under each set of looser bounds."""
     current: Plan | None
     """The current deployment, evaluated as a plan. Null means that no deployment was given."""
     current_notes: list[str]

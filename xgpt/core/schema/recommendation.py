@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.estimate import SessionEstimate
@@ -59,15 +59,21 @@ class AtLoad(Frozen):
     rate_per_s: PositiveFloat
     """Requests a second of the load: in the busiest window if there is a log."""
     window: str = ""
-    """The window with this rate, in words. Empty means that the user stated the rate."""
+    """The busiest window of the log, in words. Empty means that the user stated the rate."""
+    num_requests: int | None = None
+    """Number of requests in the log, or None without a log."""
     share_kept: float | None = None
     """Share of all requests of the whole log that keep the bounds, or None if not replayed."""
+    busiest_share_kept: float | None = None
+    """The share in the busiest window."""
     worst_window: str = ""
     """The window in which the smallest share keeps the bounds."""
     worst_share_kept: float | None = None
     """The share of its requests that keep the bounds."""
     confidence: float | None = None
     """Probability that the candidate sustains the load, by the errors of earlier predictions. None means not known."""
+    holds: bool = True
+    """Whether the wanted share keeps the bounds, of the whole log and in each window, or without a log at the rate."""
 
 
 class Offer(Frozen):
@@ -97,19 +103,23 @@ class Offer(Frozen):
     """Price of its devices for an hour, or None if not known."""
     cost_per_million_tokens: float | None = None
     """Price of a million output tokens, or None if not known."""
+    unverified: tuple[str, ...] = ()
+    """What of it fewer than ten published measurements check, in words."""
 
 
 class Gain(Frozen):
-    """What the recommended candidate gains over the present deployment."""
+    """What a candidate gains over the present deployment."""
 
     unit: str
-    """What is compared, as in "requests/s within the bounds per device"."""
+    """What is compared, as in "requests/s within the bounds"."""
     now: float
-    """The present deployment's value."""
+    """The present deployment's value, on all its devices."""
     then: float
-    """The candidate's value."""
+    """The candidate's value, on all its devices."""
     factor: Ranged | None = None
     """`then` divided by `now`. None means that the present deployment keeps the bounds at no rate."""
+    per_device: Ranged | None = None
+    """The same ratio per device. None means that both have as many devices, or that `factor` is None."""
     worst: str = ""
     """The assumption under which the gain is smallest."""
 
@@ -120,9 +130,24 @@ class Sized(Frozen):
     num_devices: PositiveInt
     """The number."""
     confidence: float = Field(ge=0, le=1)
-    """The probability."""
-    rate_per_s: NonNegativeFloat = 0.0
-    """Highest predicted arrival rate within the bounds on so many devices."""
+    """The probability. 0 means that not even the prediction sustains the load."""
+    why_not: str = ""
+    """Why it is not enough, in words. Empty means that it is."""
+
+
+class OfferedCluster(Frozen):
+    """A cluster that was compared, with its fewest devices that sustain the load."""
+
+    name: str
+    """Name of the cluster."""
+    num_devices: int | None = None
+    """The fewest devices. None means that all do not suffice."""
+    price_per_device_hour: float
+    """Price of a device for an hour."""
+    cost_per_hour: float | None = None
+    """Price of these devices for an hour."""
+    why_not: str = ""
+    """Why it was not chosen, in words. Empty means that it was."""
 
 
 class Measurement(Frozen):
@@ -160,11 +185,19 @@ class Recommendation(Frozen):
     why: str = ""
     """The reason for the action, in a sentence."""
     runner_up: Offer | None = None
-    """The next best candidate that the engine runs by itself."""
+    """The candidate beside the best: of the best verified shape if `best` is not verified by measurements, otherwise
+    the next best that the engine runs by itself, of another shape if there is one."""
+    runner_up_gain: Gain | None = None
+    """Gain of `runner_up` over `now`."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
-    """Numbers of devices that were considered for the load, rising."""
+    """Numbers of devices that were considered for the load, rising. A number between two of them holds the load at
+    least as surely as the lower one."""
+    would_hold: int | None = None
+    """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
+    clusters: tuple[OfferedCluster, ...] = ()
+    """The clusters that were compared, the cheapest first."""
     limit_per_s: float | None = None
     """Rate that no searched schedule exceeds, or None if not proven."""
     limit_gap: float | None = None
@@ -173,8 +206,6 @@ class Recommendation(Frozen):
     """What would change the recommendation, each in a sentence, the nearest first."""
     measurement: Measurement | None = None
     """The one measurement that would narrow the ranges most. None means that all steps were measured here."""
-    unverified: tuple[str, ...] = ()
-    """What of `best` fewer than ten published measurements check, in words."""
     warnings: tuple[str, ...] = ()
     """What makes the plan's figures less certain."""
     plan_sha256: str = ""

@@ -13,6 +13,7 @@ from xgpt.cli import main
 from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Plan
+from xgpt.deciding import words
 from xgpt.requests import plan_request
 
 CURRENT = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 16384 --served-model-name chat --port 9000"
@@ -73,6 +74,15 @@ def test_the_busy_noon_of_a_log_that_begins_at_midnight_decides(tmp_path: Path) 
     assert told.now.at_load.worst_share_kept < 0.5 and told.now.at_load.share_kept < 0.99
     assert told.best.at_load is not None and told.best.at_load.share_kept > 0.99
     assert told.why == "the present deployment does not keep the bounds at your load, this plan does"
+    assert not told.now.at_load.holds and told.best.at_load.holds
+    assert told.runner_up is not None and told.runner_up.name != told.best.name, "another shape"
+    said = words.told(told, explained=False)
+    assert len(said) <= 15 and max(map(len, said)) <= 80
+    assert re.match(
+        r"Yours keeps \d.*, \S+% at the busiest \(\+.*: it does not hold your load", " ".join(" ".join(said).split())
+    )
+    text = " ".join(words.told(told, explained=True))
+    assert "Devices: " in text and " 8 in " in text and re.search(r"optimal on \d devices", text)
 
 
 def test_the_answer_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import ArrivalProcess
 from xscheduler.objectives.best_plans import found_each, plan_each
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.sizing import cheapest, fewest_devices
+from xscheduler.objectives.sizing import Judged, cheapest, fewest_devices
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.measures import request_times
@@ -146,28 +146,28 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     clusters = [("h200x1", 4.5), ("v100x1", 0.1), ("a40x4", 1.0)]
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in clusters]
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
-    believed = (lambda problem: lambda plan: 1.0), 0.9
-    choices = cheapest([each.under(constraint) for each in subjects], partial(found_each, policy="orca"), *believed)
+    subjects = [each.under(constraint) for each in subjects]
+
+    def judge(number: int, wanted: float, problem: Problem) -> Judged:
+        found_each(replace(problem, max_devices=number), policy="orca")
+        return Judged(1.0)
+
+    choices = cheapest(subjects, [partial(judge, problem=each) for each in subjects], 0.9)
     assert [choice.problem.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
-    assert [choice.num_devices for choice in choices] == [2, 1, None]
+    assert [choice.fewest and choice.fewest.number for choice in choices] == [2, 1, None]
     assert [choice.price_per_hour for choice in choices] == [2.0, 4.5, None]
-    assert choices[-1].why_not is not None and "v100x1" in choices[-1].why_not
+    assert [bool(choice.why_not) for choice in choices] == [False, True, True] and "v100x1" in choices[-1].why_not
     with pytest.raises(InputError, match="price"):
         unpriced = subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))
-        cheapest([unpriced], found_each, *believed)
+        cheapest([unpriced], [partial(judge, problem=unpriced)], 0.9)
 
 
 @pytest.mark.parametrize(("wanted", "number"), [(0.5, 2), (0.9, 3), (0.99, 3)])
 def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float, number: int) -> None:
     """If no number is as sure as wanted, the smallest of the surest is taken."""
-    problem = subject("opt-13b", "a40x4", "summarization").under(
-        Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
-    )
-    sure = {1: 0.0, 2: 0.7, 3: 0.95, 4: 0.95}
-    found = fewest_devices(
-        problem, partial(found_each, policy="orca"), lambda plan: sure[plan.num_devices], wanted=wanted
-    )
-    assert found.number == number and dict(found.tried)[4] == 0.95
+    sure = {1: Judged(0.0, "8/s"), 2: Judged(0.7, "7 of 10"), 3: Judged(0.95), 4: Judged(0.95)}
+    found = fewest_devices(4, lambda number, wanted: sure[number], wanted)
+    assert found.number == number and dict(found.tried)[4].confidence == 0.95
     assert f"{number - 1} device{'s are' if number > 2 else ' is'} not enough: " in found.why_not_fewer
 
 

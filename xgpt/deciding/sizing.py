@@ -1,0 +1,71 @@
+"""Judge numbers of devices by a user's load: search plans, and replay the log on those that are likely to hold it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xgpt.core.progress import Progress
+from xgpt.core.schema import PlanDraft
+from xgpt.deciding.load import CarriedLoad
+from xgpt.deciding.ranges import confidence
+from xgpt.deciding.recommend import own_first
+from xgpt.deciding.verified import unverified_shape
+from xgpt.deciding.words import tenths
+from xscheduler.found import Found
+from xscheduler.objectives.reusing import FindEach
+from xscheduler.objectives.sizing import Judged
+from xscheduler.problem import Problem
+
+
+class Sizing:
+    """Searches the best plan on each number of devices, and judges how surely it sustains a load.
+
+    Args:
+        wanted: probability with which a plan must sustain the load.
+    """
+
+    def __init__(
+        self, problem: Problem, load: CarriedLoad, find: FindEach, wanted: float, progress: Progress | None = None
+    ) -> None:
+        self.problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
+        self._load, self._find, self._wanted, self._progress = load, find, wanted, progress
+        self._found: dict[int, tuple[dict[str, Found], PlanDraft | None]] = {}
+
+    def judge(self, number: int, wanted: float) -> Judged:
+        """Judge the best plan on so many devices. Among plans that are sure enough, those that measurements verify come
+        first.
+        """
+        if self._progress is not None:
+            self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
+        found = own_first(self._find(replace(self.problem, max_devices=number)))
+        kind, first = next(iter(found.items()))
+        judged, other = self._judge(first, wanted), first.at_side
+        if other is not None and unverified_shape(first.draft) and not unverified_shape(other):
+            beside = replace(first, draft=other)
+            also = self._judge(beside, wanted)
+            if also.confidence >= min(self._wanted, max(judged.confidence, 1e-9)):
+                found, judged, other = (
+                    {kind: beside, **{k: v for k, v in found.items() if k != kind}},
+                    also,
+                    first.draft,
+                )
+        self._found[number] = found, other
+        return judged
+
+    def _judge(self, found: Found, wanted: float) -> Judged:
+        draft, profile, rate = found.draft, self.problem.profile, self._load.rate_per_s
+        likely = confidence(draft, profile, rate)
+        likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
+        if likely >= wanted and (kept := self._load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
+            worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
+            return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}")
+        return Judged(likely, "" if likely >= self._wanted else f"they sustain the load in {tenths(likely)}")
+
+    def of(self, number: int) -> tuple[dict[str, Found], PlanDraft | None]:
+        """Return the schedules on a number of devices that was judged, and the schedule that stands beside the first."""
+        found, beside = self._found[number]
+        if unverified_shape(next(iter(found.values())).draft):  # then all devices show what verified plans can do
+            most, other = self._found[max(self._found)]
+            drafts = (next(iter(most.values())).draft, other, beside)
+            beside = next((draft for draft in drafts if draft is not None and not unverified_shape(draft)), beside)
+        return found, beside
