@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -306,6 +305,20 @@ def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress 
         )
     chosen = next(sizing for sizing in sizings if sizing.problem is best.problem)
     return _sized(chosen, best.fewest, choices)
+
+
+def _sized(sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = ()) -> _Resolved:
+    problem, (found, beside) = replace(sizing.problem, max_devices=fewest.number), sizing.of(fewest.number)
+    return _Resolved(problem, choices, fewest, found if problem.speculation is None else None, beside)
+
+
+NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as `workload`"
+
+
+def _follows_log(request: PlanRequest, problem: Problem, load: CarriedLoad) -> bool:
+    states = request.arrival_rate_per_s or request.devices or request.fix or request.speculative
+    several = problem.cluster.num_devices > 1 and not problem.cluster.is_local
+    return not states and several and load.log is not None and problem.constraint.maximises_arrivals
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:

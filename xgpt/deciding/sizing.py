@@ -62,7 +62,7 @@ class Sizing:
         return Judged(likely, "" if likely >= self._wanted else f"they sustain the load in {tenths(likely)}")
 
     def of(self, number: int) -> tuple[dict[str, Found], PlanDraft | None]:
-        """Return the schedules on a number of devices that was judged, and the schedule that stands beside the first."""
+        """Return the schedules on a number of devices that was judged, and the one that stands beside the first."""
         found, beside = self._found[number]
         if unverified_shape(next(iter(found.values())).draft):  # then all devices show what verified plans can do
             most, other = self._found[max(self._found)]
