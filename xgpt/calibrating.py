@@ -1,9 +1,8 @@
 """Fit a plan's step times to a user's results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-Each measured load is simulated with its own lengths, and with its number of clients or its arrival rate. Three values
-are fitted to the mean TTFT and the mean time between tokens: a factor on all step times, a constant time added to each
-step, and a request's time outside the engine's loop. If there are several loads, every second one is left out of the
-fit. The fit's error is measured on these.
+Each measured load is simulated with its own lengths, and with its number of clients or its arrival rate. The values of
+`xsimulator.fitted.Fit` are fitted to the mean TTFT and the mean time between tokens. If there are several loads, every
+second one is left out of the fit. The fit's error is measured on these. A prediction that is already good stays.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from xgpt.core.documents import read_json
@@ -22,6 +22,7 @@ from xgpt.core.io import read_text
 from xgpt.core.schema import EngineSpec, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, histogram_of
+from xsimulator.fitted import Fit
 from xsimulator.run import run_simulation
 
 SCALES_S = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -34,8 +35,24 @@ MOST_PATH_S = 0.5
 """Longest fitted time of a request outside the engine's loop. A longer one is a queue, which no parameter describes: a
 load below saturation shows it.
 """
-NEARNESS = 0.003
-"""Weight of the distance from the profile's values, relative to the weight of the errors."""
+ERRORS = {1: 0.1, 2: 0.03}
+"""Standard deviations of the logarithmic errors of mean TTFT and mean time between tokens (indices of `Figures`)."""
+PRIOR = np.asarray((0.5, 0.3, 0.2, 0.5))
+"""Standard deviations of the fitted values: logarithms of the factor on decode and of that on prefill relative to it,
+the time added to a step as a share of the time between tokens, and that added to a request as a share of TTFT.
+"""
+UNKNOWN = 0.7
+"""A value is hardly determined if the loads leave more than this share of its deviation."""
+SHOWN_BY = (
+    "decode: measure a load with long outputs",
+    "prefill: measure a load with long prompts and short outputs",
+    "the time of a step: measure loads with different numbers of clients",
+    "the time of a request: measure one client, for whom nothing waits",
+)
+GOOD = {0: 0.05, 1: 0.1, 2: 0.05}
+"""Largest errors of a prediction that is left as it is: of throughput, mean TTFT and mean time between tokens."""
+QUEUED = 3.0
+"""Multiple of the predicted TTFT that a fit can explain, beside `MOST_PATH_S`."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
 """A result with one of these fields is from `vllm bench serve`."""
 MOSTLY = 0.8
@@ -45,6 +62,7 @@ requests run.
 LEAST_CV = 1e-3
 """Coefficient of variation that is used for arrivals at equal intervals."""
 Figures = tuple[float, float, float]
+Array = npt.NDArray[np.float64]
 
 
 class MeasuredLoad(NamedTuple):
@@ -107,14 +125,15 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
     plan = plan if plan.engine is not None else plan.but(engine=_bare_engine(profile))
     first = [predicted(plan, profile, load) for load in loads]
     fitted_to = [(load, figures) for load, figures, is_used in zip(loads, first, used, strict=True) if is_used]
-    pace, step_s, path_s = _fit(plan, profile, fitted_to)
-    changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
-    last = [predicted(changed_plan, changed, load) for load in loads]
-    judged = [i for i, is_used in enumerate(used) if not is_used] or list(range(len(loads)))
-    if _off([last[i] for i in judged], [loads[i] for i in judged]) >= _off(
-        [first[i] for i in judged], [loads[i] for i in judged]
-    ):  # the profile was already good: a fit to noise would make it worse
-        (pace, step_s, path_s), changed_plan, changed, last = (1.0, 0.0, 0.0), plan, profile, first
+    found, unknown, last = Fit(), list[str](), first
+    if not all(_is_good(figures, load) for load, figures in zip(loads, first, strict=True)):
+        found, unknown = _fit(plan, profile, fitted_to)
+        last = [predicted(found.of_plan(plan), found.of_profile(profile), load) for load in loads]
+        judged = [i for i, is_used in enumerate(used) if not is_used] or list(range(len(loads)))
+        if _off([last[i] for i in judged], [loads[i] for i in judged]) >= _off(
+            [first[i] for i in judged], [loads[i] for i in judged]
+        ):  # a fit to noise makes loads that were left out worse
+            found, last = Fit(), first
     results = [
         CalibratedLoadOutput(
             source=load.source,
@@ -125,9 +144,13 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
         )
         for load, is_used, before, after in zip(loads, used, first, last, strict=True)
     ]
-    output = CalibrateOutput(pace=pace, step_s=step_s, path_s=path_s, loads=tuple(results))
-    assert changed_plan.engine is not None
-    return CalibratedLoads(changed, changed_plan.engine, output)
+    output = CalibrateOutput(**found._asdict(), unknown=tuple(unknown), loads=tuple(results))
+    assert plan.engine is not None
+    return CalibratedLoads(found.of_profile(profile), found.of_engine(plan.engine), output)
+
+
+def _is_good(figures: Figures, load: MeasuredLoad) -> bool:
+    return all(abs(figures[i] / load.figures[i] - 1) <= most for i, most in GOOD.items())
 
 
 def _off(found: Sequence[Figures], loads: Sequence[MeasuredLoad]) -> float:
@@ -138,34 +161,40 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
     return {name: a / b - 1 for name, a, b in zip(NAMES, predicted, load.figures, strict=True)}
 
 
-def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
-    """Fit and return three values: a factor on all step times, seconds added to each step, and a request's seconds
-    outside the engine's loop.
+def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> tuple[Fit, list[str]]:
+    """Return the most probable correction, and what would have to be measured to know each value that these loads
+    hardly determine.
 
-    The fit minimises, over all loads, the squared logarithmic errors of mean TTFT and mean time between tokens. Among
-    values that fit equally well, it prefers those that change the profile least.
+    Logarithmic errors of mean TTFT and mean time between tokens have the standard deviations `ERRORS`, and the values
+    those of `PRIOR`. A TTFT that contains a queue which is not predicted says nothing about these values.
     """
     assert plan.engine is not None
     gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
-    known_s = plan.engine.before_admission_s
+    queues = [load.ttft_s > MOST_PATH_S + QUEUED * figures[1] for load, figures in loads]
 
-    def errors(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        pace, step_s, path_s = float(np.exp(values[0])), float(values[1] * gap_s), float(values[2] * first_s)
-        changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
+    def fit_of(values: Array) -> Fit:
+        decode, split, step, path = map(float, values)
+        return Fit(float(np.exp(decode)), float(np.exp(decode + split)), step * gap_s, path * first_s)
+
+    def errors(values: Array) -> Array:
+        fit = fit_of(values)
+        changed_plan, changed = fit.of_plan(plan), fit.of_profile(profile)
         found = [predicted(changed_plan, changed, load) for load, _ in loads]
         off = [
-            np.log(figures[i] / load.figures[i])
-            for figures, (load, _) in zip(found, loads, strict=True)
-            for i in (1, 2)
+            np.log(figures[i] / load.figures[i]) / deviation
+            for figures, (load, _), is_queue in zip(found, loads, queues, strict=True)
+            for i, deviation in ERRORS.items()
+            if not (is_queue and i == 1)
         ]
-        return np.asarray([*off, *(NEARNESS * values)])
+        return np.asarray([*off, *(values / PRIOR)])
 
     pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))
-    lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, min(1.0, MOST_PATH_S / first_s))
-    start = np.clip((pace, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
+    lowest = (-1.5, -1.0, 0.0, -plan.engine.before_admission_s / first_s - 1e-9)
+    highest = (1.5, 1.0, 1.0, min(1.0, MOST_PATH_S / first_s))
+    start = np.clip((pace, 0.0, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
     # The optimiser's step sizes are proportional to the variables, so the variables are shifted away from 0.
     bounds = np.add(lowest, SHIFT), np.add(highest, SHIFT)
-    fit = least_squares(
+    found = least_squares(
         lambda x: errors(x - SHIFT),
         start + SHIFT,
         bounds=bounds,
@@ -174,30 +203,13 @@ def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, 
         ftol=1e-3,
         max_nfev=ROUNDS,
     )
-    found = fit.x - SHIFT
-    return float(np.exp(found[0])), float(found[1] * gap_s), float(found[2] * first_s)
+    deviations = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac))) / PRIOR
+    return fit_of(found.x - SHIFT), [text for text, left in zip(SHOWN_BY, deviations, strict=True) if left > UNKNOWN]
 
 
 def _bare_engine(profile: Profile) -> EngineSpec:
     framework, version = profile.engine or "xgpt", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
-
-
-def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
-    """Return the profile with all step times multiplied by `pace`. Then `step_s` is added to each step."""
-    found = profile.slowed(pace)
-    overhead = found.overhead.but(seconds=tuple(step_s + s for s in found.overhead.seconds))
-    text = f"all steps x{pace:.4g} and {1e3 * step_s:.3g} ms each, fitted to a user's benchmark"
-    return found.but(overhead=overhead, provenance=profile.provenance | {"calibration": text})
-
-
-def with_path(plan: PlanDraft, path_s: float) -> PlanDraft:
-    """Return the plan with `path_s` added to the time that a request takes to reach its engine."""
-    if plan.engine is None or not path_s:
-        return plan
-    sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
-    before_s = plan.engine.before_admission_s + path_s
-    return plan.but(engine=plan.engine.but(before_admission_s=before_s, sources=sources))
 
 
 def predicted(plan: PlanDraft, profile: Profile, load: MeasuredLoad) -> Figures:

@@ -17,6 +17,7 @@ from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.tuning import CheckOutput, TuneRun, WatchAlarm
 from xgpt.reporting import tuning as tuned
 from xgpt.tuning.tune import Told
+from xsimulator.fitted import Fit
 
 if TYPE_CHECKING:
     from xgpt.tuning.check import LoadToSend
@@ -63,11 +64,7 @@ def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
     failed = sum(load.num_failed for load in found.loads)
     if failed:
         yield f"failed requests: {failed}"
-    fit = found.fit
-    yield (
-        f"fit: prefill x{fit['prefill']:.3g}, decode x{fit['decode']:.3g}, {1e3 * fit['step_s']:.3g} ms a step, "
-        f"{1e3 * fit['path_s']:.3g} ms a request"
-    )
+    yield f"fit: {Fit(**found.fit).text}"
     after, before = tuned.ranged_text(found.rate_after), tuned.ranged_text(found.rate_before)
     yield f"within the bounds: {after} requests/s; before: {before}"
 

@@ -19,6 +19,7 @@ from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 from xscheduler.expression import maximised
+from xsimulator.fitted import Fit
 
 if TYPE_CHECKING:
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
@@ -406,10 +407,9 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
         for load in found.loads
         for name, label in names.items()
     ]
-    below = [
-        f"fitted: step times x{found.pace:.3f} and {1e3 * found.step_s:+.3g} ms a step, and {1e3 * found.path_s:+.3g} "
-        "ms a request outside the engine's loop"
-    ]
+    fit = Fit(found.decode, found.prefill, found.step_s, found.path_s)
+    below = ["nothing was changed: the prediction is good" if fit == Fit() else f"fitted: {fit.text}"]
+    below += [f"hardly known is {text}" for text in found.unknown]
     if all(load.used for load in found.loads):
         below.append("give several loads: with only one, the error on other loads is not known")
     return (

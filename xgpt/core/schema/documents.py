@@ -62,12 +62,16 @@ class CalibratedLoadOutput(Frozen):
 class CalibrateOutput(Frozen):
     """The correction fitted to benchmarks, and the errors before and after it."""
 
-    pace: float
-    """Fitted factor on all step times."""
+    decode: float
+    """Fitted factor on the time of the smallest step and on attention of decodes."""
+    prefill: float
+    """Fitted factor on the time of a step's further tokens and on attention of prompts."""
     step_s: float
     """Fitted further seconds of each step."""
     path_s: float
     """Fitted seconds that each request spends outside the engine's loop."""
+    unknown: tuple[str, ...] = ()
+    """The values that these loads hardly determine, and the load that would show each."""
     loads: tuple[CalibratedLoadOutput, ...]
     """The measured loads."""
 
