@@ -91,6 +91,13 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL_REQUESTS = 10**12
 """A number larger than the number of requests of any trace."""
+ONLY_OF_PLANS = {
+    "profile": "only a plan file can have a profile: leave it out for a server at a URL",
+    "calibrate": "only a plan file has a profile to calibrate: leave it out for a URL",
+    "batching": "it applies only to a plan file: a server at a URL already runs its own plan",
+    "rule": "it applies only to a plan file: a server at a URL already runs its own",
+}
+"""Arguments of `bench` that a URL cannot have."""
 
 
 def _takes(request: type[RequestBase]) -> Callable[[F], F]:
@@ -509,28 +516,15 @@ def bench(
     request = request_of(BenchRequest, dict(asked))
     profile = request.profile
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
-    if profile is not None and is_url:
-        raise InputError(
-            "profile", str(profile), "only a plan file can have a profile: leave it out for a server at a URL"
-        )
-    if is_url and request.calibrate:
-        raise InputError(
-            "calibrate", request.calibrate, "only a plan file has a profile to calibrate: leave it out for a URL"
-        )
+    for name, accepted in ONLY_OF_PLANS.items():
+        if is_url and (value := getattr(request, name)) != BenchRequest.model_fields[name].default:
+            raise InputError(name, value if isinstance(value, bool) else str(value), accepted)
     if request.ca_file is not None and not is_url:
         raise InputError("ca_file", str(request.ca_file), "only a URL can have one: leave it out for a plan file")
-    if request.batching != "flat" and is_url:
-        raise InputError(
-            "batching", request.batching, "it applies only to a plan file: a server at a URL already runs its own plan"
-        )
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
         raise InputError("plan", target, "there is no such file; a URL begins with http:// or https://")
-    if request.rule is not None and is_url:
-        raise InputError(
-            "rule", str(request.rule), "it applies only to a plan file: a server at a URL already runs its own"
-        )
     of_what = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:

@@ -7,6 +7,9 @@ special. tokenizer.json decides which tokens surround a prompt, whatever the val
 
 from __future__ import annotations
 
+import base64
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,15 @@ from tokenizers import AddedToken, Tokenizer
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import read_text
-from xrunner.server.api.growth import check_growth
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 """Options that an added token may have."""
+MOST_GROWTH = 64
+"""Largest factor by which a tokenizer may make a text longer before it divides it into tokens. A tokenizer.json is not
+trusted: thirty replacements of a by aa make 11 GiB of "aaaa". Sentencepiece's table of NFKC alone may replace a
+character by 18, and real tokenizers by at most two.
+"""
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
@@ -35,7 +42,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     settings = read_settings(checkpoint)
     try:
         content = read_text(path, "tokenizer")
-        check_growth(read_json(content), str(path))
+        _check_growth(read_json(content), str(path))
         tokenizer = Tokenizer.from_str(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -94,3 +101,55 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         is_special = options.pop("special", entry not in listed) or text in named.values()
         token = AddedToken(text, special=is_special, **options)
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
+
+
+def _check_growth(parts: dict[str, Any], path: str) -> None:
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        factor = _growth(parts.get(name))
+        if factor > MOST_GROWTH:
+            accepted = (
+                f"its {name} may make a text {factor:.3g} times longer, but at most {MOST_GROWTH} times is accepted: "
+                "give the tokenizer.json of the checkpoint's model"
+            )
+            raise InputError("tokenizer", path, accepted)
+
+
+def _growth(part: Any) -> float:
+    if not isinstance(part, dict):
+        return 1.0
+    factor = 1.0
+    for inner in ("normalizers", "pretokenizers", "decoders"):
+        for each in part.get(inner) or ():
+            factor *= _growth(each)
+    match part.get("type"):
+        case "Replace":
+            factor *= _replaced(part.get("pattern"), str(part.get("content", "")))
+        case "Prepend":
+            factor *= 1 + len(str(part.get("prepend", "")))
+        case "Metaspace":
+            factor *= max(1, len(str(part.get("replacement", ""))))
+        case "Precompiled":
+            factor *= _longest(str(part.get("precompiled_charsmap") or ""))
+    return factor
+
+
+def _replaced(pattern: Any, content: str) -> float:
+    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) and pattern["String"]:
+        return max(1.0, len(content) / len(pattern["String"]))
+    try:
+        is_empty = re.compile(str(pattern["Regex"])).match("") is not None
+    except (re.error, KeyError, TypeError, OverflowError, RecursionError):
+        is_empty = True  # it may match between any two characters
+    return max(1.0, len(content) + is_empty)
+
+
+def _longest(charsmap: str) -> float:
+    """Return the length of the longest text in sentencepiece's table: the size of a trie, the trie, and texts that end
+    in a zero.
+    """
+    try:
+        table = base64.b64decode(charsmap)
+        (size,) = struct.unpack("<I", table[:4])
+    except (ValueError, struct.error):
+        return 1.0
+    return float(max(map(len, table[4 + size :].split(b"\0")), default=1))
