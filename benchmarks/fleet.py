@@ -1,4 +1,4 @@
-"""Compare a fleet that follows recommendations with a constant fleet and with autoscaling, by kept requests and
+"""Compare a fleet that follows its exported rule with a constant fleet and with autoscaling, by kept requests and
 device-hours.
 
     python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] STATE
@@ -31,20 +31,13 @@ from xgpt.resolve import load_workload
 from xgpt.solving import plan_fleet_of
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import Day, cut
+from xscheduler.fleet.following import LOOK_S, FollowedDay, LoadSample, Recommend, WantedReplicas, simulate_day
 from xscheduler.fleet.planning import FleetModel, share_kept
-from xscheduler.fleet.recommender import (
-    LoadSample,
-    Recommend,
-    RecommendedDay,
-    Recommender,
-    WantedReplicas,
-    simulate_day,
-)
 from xscheduler.fleet.replica_kinds import Candidate
+from xscheduler.fleet.scaling import Follower
 from xsimulator.fleet import Requests
 
 DAY_S = 86400.0
-LOOK_S = 15.0
 ATTAIN = 0.99
 TARGETS, TOLERANCE, STABLE_S = (0.5, 0.6, 0.7, 0.8, 0.9), 0.1, 300.0
 """Settings of the autoscaler by utilisation."""
@@ -151,7 +144,6 @@ class ByUtilisation:
 
     def __call__(self, sample: LoadSample) -> WantedReplicas:
         fleet, ready = self._fleet, sample.ready
-        assert ready is not None
         kind = max(range(len(fleet.kinds)), key=lambda k: ready[k])
         rate = fleet.kinds[kind].rates_per_s[fleet.interval_at(sample.now_s).lengths]
         self._rate.append(sample.num_requests / sample.seconds)
@@ -165,7 +157,7 @@ class ByUtilisation:
             self._recent.popleft()
         self._present = max(wanted, min(present, max(count for _, count in self._recent)))
         replicas = tuple(self._present if number == kind else 0 for number in range(len(fleet.kinds)))
-        return WantedReplicas(replicas, load, rate * present)
+        return WantedReplicas(replicas, load)
 
 
 def run(case: Case, state: Path) -> dict[str, Row]:
@@ -199,12 +191,12 @@ def run(case: Case, state: Path) -> dict[str, Row]:
 
 
 def _ways(fleet: FleetPlan) -> Iterator[tuple[str, Recommend]]:
-    yield "recommended", Recommender(fleet, look_s=LOOK_S).recommend
+    yield "exported", Follower(fleet)
     for target in TARGETS:
         yield f"utilisation, {target:g}", ByUtilisation(fleet, target)
 
 
-def _row(name: str, model: FleetModel, done: RecommendedDay, first: int) -> Row:
+def _row(name: str, model: FleetModel, done: FollowedDay, first: int) -> Row:
     times = model.simulate_replicas(done.replicas)
     kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
     return Row(name, kept, within, done.device_hours, len(done.replicas) - first)
@@ -214,7 +206,7 @@ def shown(rows: dict[str, Row]) -> list[Row]:
     by_use = [row for name, row in rows.items() if name.startswith("utilisation")]
     good = [row for row in by_use if row.within >= ATTAIN]
     best = min(good, key=lambda row: row.device_hours) if good else max(by_use, key=lambda row: row.within)
-    return [rows["clairvoyant"], rows["recommended"], best, rows["constant"]]
+    return [rows["clairvoyant"], rows["exported"], best, rows["constant"]]
 
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
@@ -242,13 +234,13 @@ def main(state: Path, traces: Path | None, mooncake: Path | None) -> None:
     for case in cases(traces, mooncake):
         rows = run(case, state)
         optimum = rows["clairvoyant"].device_hours
-        shares.append(rows["recommended"].device_hours / optimum)
+        shares.append(rows["exported"].device_hours / optimum)
         lines += [
             (case.name, row.fleet, f"{row.within:.2%}", f"{row.kept:.2%}", f"{row.device_hours:.1f}",
              f"{row.device_hours / optimum:.3f}", row.starts)
             for row in shown(rows)
         ]  # fmt: skip
-    claim = "A fleet that follows the recommendations takes {least} to {most} times the clairvoyant device-hours."
+    claim = "A fleet that follows its exported rule takes {least} to {most} times the clairvoyant device-hours."
     record("fleet/days", claim, table(HEADER, lines), least=f"{min(shares):.2f}", most=f"{max(shares):.2f}")
 
 

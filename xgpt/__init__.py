@@ -18,7 +18,6 @@ from xgpt.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from xgpt.api import (
         Rule,
-        autoscale,
         bench,
         calibrate,
         check,
@@ -55,7 +54,6 @@ __all__ = [
     "MachineError",
     "Rule",
     "XgptError",
-    "autoscale",
     "bench",
     "calibrate",
     "check",

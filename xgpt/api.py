@@ -27,7 +27,6 @@ from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import ArrivalProcess
 from xgpt.requests import (
     REQUESTS,
-    AutoscaleRequest,
     BenchRequest,
     CalibrateRequest,
     CheckRequest,
@@ -53,7 +52,6 @@ from xgpt.rules import load_rule
 if TYPE_CHECKING:
     from threading import Event
 
-    from xgpt.autoscaling.recommend import SimulatedFleet
     from xgpt.benchmark import Benched
     from xgpt.calibrating import CalibratedLoads
     from xgpt.comparing.compare import Compared, OnStart
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Exported, Target
     from xgpt.keywords import (
-        AutoscaleKeywords,
         BenchKeywords,
         CalibrateKeywords,
         CheckKeywords,
@@ -80,7 +77,7 @@ if TYPE_CHECKING:
     from xgpt.solving import Planned
     from xgpt.tuning.check import LoadToSend
     from xgpt.tuning.tune import Told
-    from xscheduler.fleet.recommender import WantedReplicas
+    from xscheduler.fleet.following import FollowedFleet
     from xscheduler.replanning.replanner import Replanned
     from xsimulator.run import Simulated
 
@@ -223,53 +220,20 @@ def fleet(
     return plan_fleet_of(read_day(request.trace, request.seed, request.growth), request, progress)
 
 
-@_takes(AutoscaleRequest)
-def autoscale(
-    fleet: FleetPlan | PathLike,
-    *,
-    on_note: Callable[[str], None] = lambda line: None,
-    stop: Event | None = None,
-    **asked: Unpack[AutoscaleKeywords],
-) -> WantedReplicas | None:
-    """Recommend how many replicas of each kind a fleet needs now, and publish these numbers as a Prometheus metric.
-
-        xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
-        xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
-
-    The function runs until `stop` is set or, in the main thread, until SIGTERM or SIGINT. With `once`, it stops after
-    the first recommendation. It returns the last recommendation, or None if there was none.
-
-    Args:
-        fleet: a day's fleet, or the path of its fleet.json.
-        on_note: called with a line of text after each reading of the load.
-        stop: event that ends the function. None means that only signals end the function.
-        **asked
-
-    Raises:
-        InputError: the plan or an argument is not accepted.
-        MachineError: the port cannot be opened, or with `once` no replica answers.
-    """
-    from xgpt.autoscaling import recommend
-
-    request = request_of(AutoscaleRequest, dict(asked))
-    return recommend.autoscale(_fleet(fleet), request, on_note, stop)
-
-
-def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
-    """Simulate a day on which a fleet follows the recommendations of `autoscale`, and return the result.
+def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike) -> FollowedFleet:
+    """Simulate a day on which a fleet follows the rule and the schedule that `export` writes, and return the result.
 
         xgpt.simulate_autoscale("fleet.json", "tomorrow.csv")
 
     Args:
         trace: a day's load, as for `fleet`.
-        look_s: seconds between two readings of the load.
 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not on this machine.
     """
-    from xgpt.autoscaling import recommend
+    from xgpt.solving import follow_day
 
-    return recommend.simulate(_fleet(fleet), Path(trace), look_s)
+    return follow_day(_fleet(fleet), Path(trace))
 
 
 @_takes(CompareRequest)

@@ -244,22 +244,6 @@ class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     force: bool | None
     """Let the step log overwrite any file, not only an earlier step log."""
 
-class AutoscaleKeywords(TypedDict, total=False):
-    scrape: Sequence[str | PathLike[str]] | None
-    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. If the host name has several addresses, there is a replica at each address. KIND may be left out if the fleet has one kind of replica. Repeatable."""
-    arrival_rate_per_s: float | None
-    """The current load, in requests a second, instead of `scrape`."""
-    once: bool | None
-    """Print the current recommendation once, and publish nothing."""
-    look_s: float | None
-    """Seconds between two readings of the load."""
-    day_begins: str | PathLike[str] | None
-    """Time of day, UTC, at which the planned day begins."""
-    host: str | PathLike[str] | None
-    """Address at which the metric is published."""
-    port: int | None
-    """Port of the metric. 0 means any free port."""
-
 class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
     """Number of requests to measure. Further requests run before and after them to keep the load steady."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -583,36 +582,6 @@ class ReplanRequest(OfAPlan, Replanning, GrowthFields):
     """Smallest gain in throughput, as a share, for which the plan changes."""
 
 
-def _time_of_day(text: str) -> str:
-    if re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", text) is None:
-        raise ValueError("write HH:MM, as in 08:30")
-    return text
-
-
-class AutoscaleRequest(RequestBase):
-    """A request to recommend how many replicas a fleet needs."""
-
-    group: ClassVar[str] = "Load"
-    scrape: Annotated[tuple[str, ...], Option(metavar="[KIND=]URL")] = ()
-    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. If the host name has several addresses,
-    there is a replica at each address. KIND may be left out if the fleet has one kind of replica. Repeatable."""
-    arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
-    """The current load, in requests a second, instead of `scrape`."""
-    once: bool = False
-    """Print the current recommendation once, and publish nothing."""
-    look_s: Annotated[PositiveFloat, Option("--look", "S")] = 15.0
-    """Seconds between two readings of the load."""
-    day_begins: Annotated[
-        Annotated[str, AfterValidator(_time_of_day)] | None,
-        Option(metavar="HH:MM", unset="the time at which this command starts"),
-    ] = None
-    """Time of day, UTC, at which the planned day begins."""
-    host: str = "127.0.0.1"
-    """Address at which the metric is published."""
-    port: Port = 8471
-    """Port of the metric. 0 means any free port."""
-
-
 class Served(OfAPlan, EngineFields, Replanning):
     """The plan that a server runs, and how it runs the plan."""
 
@@ -715,7 +684,6 @@ REQUESTS: dict[str, type[RequestBase]] = {
     "simulate": SimulateRequest,
     "compare": CompareRequest,
     "serve": ServeFields,
-    "autoscale": AutoscaleRequest,
     "bench": BenchRequest,
     "check": CheckRequest,
     "tune": TuneRequest,
@@ -754,9 +722,6 @@ def request_of(type_: type[R], asked: dict[str, Any]) -> R:
         given.setdefault("objective", _objective(given))
         _check_objective(given)
         _check_clusters(given)
-    if issubclass(type_, AutoscaleRequest) and bool(given.get("scrape")) == ("arrival_rate_per_s" in given):
-        accepted = "give the URLs of the replicas, or the load as `arrival_rate_per_s`, not both"
-        raise InputError("scrape", ", ".join(given.get("scrape", ())) or None, accepted)
     return parse_arguments(given, type_)
 
 

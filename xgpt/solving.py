@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -27,9 +28,13 @@ from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
 from xgpt.resolve import load_of, workload_of
 from xgpt.serving.checking import check_planned
+from xprofiler.store import profile_of
 from xscheduler.expression import maximised
-from xscheduler.fleet.day_load import Day, cut
-from xscheduler.fleet.planning import FleetCluster, plan_day
+from xscheduler.fleet.day_load import Day, cut, read_day
+from xscheduler.fleet.following import LOOK_S, FollowedFleet, simulate_day
+from xscheduler.fleet.planning import FleetCluster, FleetModel, plan_day, share_kept
+from xscheduler.fleet.replica_kinds import Candidate
+from xscheduler.fleet.scaling import Follower
 from xscheduler.found import Found
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_each, is_uniform, plan_uniform
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
@@ -356,3 +361,20 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         least_replicas=request.least_replicas,
         slo_window=request.slo_window,
     )
+
+
+def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
+    """Return how a fleet that follows its exported rule serves a day.
+
+    Raises:
+        InputError: the trace is malformed, or a plan's profile is not on this machine.
+    """
+    day = read_day(trace)
+    model = FleetModel(
+        day, cut(day, fleet.interval_s), tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)
+    )
+    first = fleet.intervals[0].replicas
+    done = simulate_day(fleet, day.requests, day.seconds, Follower(fleet), LOOK_S, first)
+    times = model.simulate_replicas(done.replicas)
+    kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
+    return FollowedFleet(done, len(day.requests), kept, within)

@@ -20,7 +20,6 @@ from benchmarks.lib.served_plans import listening, plan, two_lanes
 from tests.attack import strangers
 from tests.attack.target import FAKE_VLLM, FLAVOURS, REAL_VLLM, attacked, children_of
 from tests.fakes import eventually
-from tests.fleets import fleet_of
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import dump_json
 
@@ -125,15 +124,10 @@ def address_in(log: Path) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("mode", ["ui", "autoscale"])
-def test_the_pages_beside_the_endpoint_have_its_guards(mode: str, tmp_path: Path) -> None:
+def test_the_page_beside_the_endpoint_has_its_guards(tmp_path: Path) -> None:
     """300 silent sockets stopped the page at 256 files and wrote 15.7 MB of log; 800 became 800 threads."""
-    arguments = ["ui", "--port", "0", "--no-browser"]
-    if mode == "autoscale":
-        (tmp_path / "fleet.json").write_text(dump_json(fleet_of([2.0], [1.0])))
-        arguments = ["autoscale", str(tmp_path / "fleet.json"), "--scrape", "http://127.0.0.1:9", "--port", "0"]
     log = tmp_path / "log"
-    with command(*arguments, log=log) as process:
+    with command("ui", "--port", "0", "--no-browser", log=log) as process:
         url = address_in(log)
         ports = list(listening(process.pid).values())
         assert len(ports) == 1 and ports[0][0] == "127.0.0.1"

@@ -10,11 +10,9 @@ import click
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
-from tests.fleets import fleet_of
 from xgpt.cli import COMMANDS, commands
 from xgpt.cli.options import WRITTEN
 from xgpt.core.errors import InputError
-from xgpt.core.io import dump_json
 from xgpt.core.output_files import OutputFile, check_step_log, is_recorded, record
 
 NEEDED = {
@@ -90,7 +88,7 @@ def test_what_is_read_is_not_written(xgpt: Xgpt, command: str, written: click.Pa
         assert Path("mine.json").read_text() == "the only copy"
 
 
-@pytest.mark.parametrize("command", [name for name in NEEDED if name not in ("serve", "autoscale", "export")])
+@pytest.mark.parametrize("command", [name for name in NEEDED if name not in ("serve", "export")])
 def test_a_foreign_file_is_kept(xgpt: Xgpt, command: str) -> None:
     written = next(option for option in options_of(command) if option.name in WRITTEN)
     Path("mine.json").write_text("the only copy")
@@ -166,15 +164,6 @@ def test_a_step_log_replaces_only_a_step_log(xgpt: Xgpt, plan: Path) -> None:
     check_step_log(plan, force=True)
     Path("empty.jsonl").touch()
     check_step_log(Path("empty.jsonl"))
-
-
-def test_a_state_directory_of_others_is_refused(xgpt: Xgpt) -> None:
-    Path("fleet.json").write_text(dump_json(fleet_of([2.0])))
-    Path("state").mkdir()
-    Path("state/kind0.json").write_text("the only copy")
-    said = xgpt.fails(2, "autoscale", "fleet.json", "--state", "state", "--dry-run")
-    assert "fleet.kinds" in said or "--state" in said
-    assert Path("state/kind0.json").read_text() == "the only copy"
 
 
 def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

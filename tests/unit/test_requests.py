@@ -139,4 +139,4 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
 
 
 def test_commands_have_requests_or_say_why_not() -> None:
-    assert set(COMMANDS) - REQUESTS.keys() == {"export", "ui", "doctor", "completion"}
+    assert set(COMMANDS) - REQUESTS.keys() == {"autoscale", "export", "ui", "doctor", "completion"}

@@ -117,25 +117,13 @@ def serve() -> None:
 
 @options.command("autoscale")
 @click.argument("fleet_path", metavar="FLEET.JSON")
-@click.option(
-    "--simulate",
-    "simulated_trace",
-    metavar="FILE",
-    help="Publish nothing: simulate a day's trace with the recommended replicas, and print the cost and the share of "
-    "requests that keep the bounds.",
-)
+@click.option("--simulate", "simulated_trace", metavar="FILE", required=True, help="A day's load, as for xgpt fleet.")
 @json_option
 def autoscale() -> None:
-    """Recommend the replicas of each kind that a live load needs, as a Prometheus metric for an autoscaler.
-
-    The metric is xgpt_replicas_wanted. It depends on the plan, the live load, and a forecast: the day in fleet.json
-    scaled to today's load, or today's trend if the trend has been more accurate. `xgpt export fleet.json --to k8s`
-    writes autoscalers (HPA, KEDA) that follow the metric. This command does not start or stop replicas.
+    """Simulate a day on which a fleet follows the rule and the schedule that `xgpt export fleet.json --to k8s` writes.
 
     \b
-    Examples:
-      xgpt autoscale fleet.json --scrape http://127.0.0.1:8000
-      xgpt autoscale fleet.json --arrival-rate 12 --once
+    Example:
       xgpt autoscale fleet.json --simulate tomorrow.csv
     """
 

@@ -17,7 +17,6 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json, load_json, sha256
 from xgpt.core.schema import Plan, UrlReport
 from xgpt.core.schema.documents import SimulateOutput
-from xgpt.core.schema.fleet import FleetPlan
 from xgpt.deciding import words
 from xgpt.reporting import plan_text
 from xgpt.reporting.plan_text import settings_text
@@ -178,34 +177,14 @@ def _tell_share(asked: dict[str, Any]) -> None:
         click.echo(f"note: the figures cover {share}; --requests all replays the whole trace", err=True)
 
 
-def autoscale(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
-    asked = options.given()
-    if simulated_trace is not None:
-        refuse_idle(set(asked) - {"look_s"}, "it cannot be combined with --simulate")
-        with render.at_work("simulating"):
-            figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, simulated_trace, look_s=look_s).figures)
-        rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
-        title, columns = "the day on the simulated clock", ["figure", "value"]
-    elif once:
-        refuse_idle({"host", "port"}, "it cannot be combined with --once, which publishes nothing")
-        with render.at_work("reading the load"):
-            found = api.autoscale(fleet_path, **asked)
-        if found is None:
-            return
-        kinds = load_json(Path(fleet_path), FleetPlan, "fleet").kinds
-        wanted = {kind.name: number for kind, number in zip(kinds, found.replicas, strict=True)}
-        figures = {"replicas": wanted, "need_per_s": found.need_per_s}
-        rows = [[name, str(number)] for name, number in wanted.items()]
-        title, columns = f"replicas for {found.need_per_s:.3g} requests/s", ["kind", "replicas"]
-    else:
-        if as_json:
-            raise InputError("--json", as_json, "it needs --simulate or --once")
-        api.autoscale(fleet_path, **asked, on_note=lambda line: click.echo(line, err=True))
-        return
+def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
+    with render.at_work("simulating"):
+        figures = api.simulate_autoscale(fleet_path, simulated_trace).figures
     if as_json:
         click.echo(json.dumps(figures, indent=1))
-    else:
-        render.show(render.table(title, columns, rows))
+        return
+    rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+    render.show(render.table("the day on the simulated clock", ["figure", "value"], rows))
 
 
 def bench(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:

@@ -121,7 +121,7 @@ def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
             replace(
                 r,
                 rate_per_s=scaling.rates[number],
-                load_factor=fleet.load_factor,
+                load_factor=scaling.factor,
                 takes_rest=number == scaling.marginal,
                 lead_s=kind.start_s,
                 drain_s=kind.drain_s,

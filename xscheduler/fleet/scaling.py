@@ -1,11 +1,12 @@
 """Scale a fleet by the planned day and by the load: the rule that exports write for Prometheus and KEDA.
 
 Each kind of replica follows the day's schedule, ahead by the time that a replica takes to start. One kind, the cheapest
-for its rate, also takes the load that exceeds what the others hold: ceil((load factor * load - others) / rate).
+for its rate, also takes the load that exceeds what the others hold: ceil((factor * load - others) / rate).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from math import ceil
@@ -13,8 +14,11 @@ from math import ceil
 import numpy as np
 
 from xgpt.core.schema.fleet import FleetPlan
+from xscheduler.fleet.following import LoadSample, WantedReplicas
 
 DAY_MIN = 1440
+RATE_S = 60.0
+"""The load is the mean arrival rate of this time, plus what waits, to be served within the time of a start."""
 
 
 class Scaling:
@@ -22,6 +26,7 @@ class Scaling:
 
     Attributes:
         rates: for each kind, the lowest rate that a replica holds for any of the day's lengths, requests/s. # [kinds]
+        factor: factor on the load: the fleet's load factor, unless less than the load itself would do on the planned day.
         marginal: the kind that takes the rest of the load.
         least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
     """
@@ -29,6 +34,7 @@ class Scaling:
     def __init__(self, fleet: FleetPlan) -> None:
         self.fleet = fleet
         used = sorted({interval.lengths for interval in fleet.intervals})
+        self.factor = max(1.0, fleet.load_factor)
         self.rates = tuple(min(kind.rates_per_s[group] for group in used) for kind in fleet.kinds)
         counts = np.asarray([interval.replicas for interval in fleet.intervals])
         self.least, self.most = tuple(counts.min(axis=0).tolist()), tuple(counts.max(axis=0).tolist())
@@ -60,6 +66,28 @@ class Scaling:
         counts = [self.scheduled(kind, now_s) for kind in range(len(self.rates))]
         others = sum(n * rate for i, (n, rate) in enumerate(zip(counts, self.rates, strict=True)) if i != self.marginal)
         if self.rates[self.marginal] > 0:
-            rest = ceil((self.fleet.load_factor * load_per_s - others) / self.rates[self.marginal])
+            rest = ceil((self.factor * load_per_s - others) / self.rates[self.marginal])
             counts[self.marginal] = max(counts[self.marginal], rest)
         return tuple(counts)
+
+
+class Follower:
+    """What Prometheus and KEDA make of a fleet's rule at each sample: more replicas at once, fewer after a while."""
+
+    def __init__(self, fleet: FleetPlan) -> None:
+        self._scaling = Scaling(fleet)
+        kind = fleet.kinds[self._scaling.marginal]
+        self._lead_s, self._stable_s = kind.start_s, max(each.start_s + each.drain_s for each in fleet.kinds)
+        self._arrived, self._wanted = deque[LoadSample](), deque[tuple[float, tuple[int, ...]]]()
+
+    def __call__(self, sample: LoadSample) -> WantedReplicas:
+        self._arrived.append(sample)
+        while self._arrived[0].now_s <= sample.now_s - RATE_S:
+            self._arrived.popleft()
+        seconds = sum(each.seconds for each in self._arrived)
+        load = sum(each.num_requests for each in self._arrived) / seconds + sample.waiting / self._lead_s
+        self._wanted.append((sample.now_s, self._scaling.wanted(sample.now_s, load)))
+        while self._wanted[0][0] < sample.now_s - self._stable_s:
+            self._wanted.popleft()
+        most = np.max([counts for _, counts in self._wanted], axis=0)
+        return WantedReplicas(tuple(most.tolist()), load)

@@ -17,7 +17,6 @@ import pytest
 from click.testing import CliRunner
 
 from tests.fakes import fake_plan
-from xgpt.autoscaling.scraping import LoadReader, Target
 from xgpt.calibrating import read_loads
 from xgpt.cli import cli
 from xgpt.client import busy_of_workers, served_model
@@ -74,7 +73,6 @@ def test_what_servers_of_others_answer_ends(answer: str, monkeypatch: pytest.Mon
     for limit in ("client.TIMEOUT_S", "client.ANSWER_TIMEOUT_S", "tuning.metrics.TIMEOUT_S", "tuning.watch.HOOK_S"):
         monkeypatch.setattr(f"xgpt.{limit}", 0.3)
     monkeypatch.setattr("xgpt.client.TOLD_WITHIN_S", 0.0)
-    monkeypatch.setattr("xgpt.autoscaling.scraping.TIMEOUT_S", 0.3)
     monkeypatch.setattr("xscheduler.replanning.replanner.ANSWER_S", 0.3)
     pieces, every_s = ANSWERS[answer]
     alarm = WatchAlarm(cause="rate", planned=1.0, observed=2.0, num_requests=9, text="")
@@ -87,7 +85,6 @@ def test_what_servers_of_others_answer_ends(answer: str, monkeypatch: pytest.Mon
         with pytest.raises(MachineError):
             observe_source(fake_plan(), url)
         assert metrics.read_page(url) is None
-        assert LoadReader([Target(0, url)], 1, None).read(0.0) is None
         assert not post(url, alarm)
         assert time.monotonic() - started < 6
 

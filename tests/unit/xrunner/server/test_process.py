@@ -20,7 +20,6 @@ import pytest
 
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from tests.rings import few
-from xgpt.autoscaling.scraping import LoadReader, Target
 from xgpt.client import ClientRequest, replay
 from xgpt.connection import tls_context
 from xgpt.core.errors import InputError, MachineError
@@ -176,14 +175,12 @@ def test_https(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) 
         assert [result.error for result in results] == [None] * 4
         with pytest.raises(MachineError, match="certificate"):
             asyncio.run(replay(url, [ClientRequest([1], 3, 8)], concurrency=1))
-        target, plan = [Target(0, url)], fake_plan()
-        assert LoadReader(target, 1, None).read(0.0) is None
+        plan = fake_plan()
         with pytest.raises(MachineError, match="certificate"):
             observe_source(plan, url)
         with monkeypatch.context() as context:
             context.setenv("SSL_CERT_FILE", str(cert))
             tls_context.cache_clear()
-            assert LoadReader(target, 1, None).read(0.0) is not None
             assert observe_source(plan, url)[0].model == plan.model
         tls_context.cache_clear()
         # Neither older TLS nor plain HTTP is answered, and neither takes the server along.

@@ -1,0 +1,59 @@
+"""The exported rule of a fleet on a simulated clock: ahead of the schedule, at once after a jump, late to remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.fleets import fleet_of
+from xgpt.core.schema.fleet import FleetPlan
+from xscheduler.fleet.following import LOOK_S, FollowedDay, simulate_day
+from xscheduler.fleet.scaling import Follower, Scaling
+from xsimulator.fleet import Requests
+
+
+def followed(fleet: FleetPlan, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, first: int) -> FollowedDay:
+    rng = np.random.default_rng(0)
+    times = np.arange(0, seconds, 5.0)
+    counts = rng.poisson(5.0 * rate_at(times))
+    at = np.sort(np.repeat(times, counts) + 5 * rng.random(counts.sum()))
+    lengths = np.full(len(at), 100)
+    return simulate_day(fleet, Requests(lengths, lengths, at), seconds, Follower(fleet), LOOK_S, [first])
+
+
+def ready_at(day: FollowedDay, time_s: float) -> int:
+    return sum(replica.from_s <= time_s < replica.to_s for replica in day.replicas)
+
+
+def test_replicas_are_ready_when_the_schedule_needs_them() -> None:
+    day = followed(fleet_of([2.0] * 6 + [16.0] * 6), lambda t: np.where(t < 1800, 2.0, 16.0), 3600, first=2)
+    assert ready_at(day, 600) <= 3
+    assert ready_at(day, 1800 - 3 * LOOK_S) <= 3  # no step before it is needed
+    assert ready_at(day, 1800) >= 8
+
+
+def test_a_jump_that_no_schedule_told_of_is_followed_at_once() -> None:
+    day = followed(fleet_of([4.0] * 12), lambda t: np.where(t < 1800, 4.0, 20.0), 3600, first=3)
+    need = {time_s: load for time_s, _, load in day.samples}
+    assert need[1770.0] < 6 and need[1890.0] > 15
+    assert ready_at(day, 1890 + 60 + LOOK_S) >= 8
+
+
+def test_a_load_that_falls_gives_replicas_back() -> None:
+    day = followed(fleet_of([4.0] * 12), lambda t: np.where(t < 600, 20.0, 4.0), 3600, first=10)
+    assert ready_at(day, 600) >= 10 and ready_at(day, 2000) <= 3
+
+
+def test_the_schedule_of_a_day_is_its_intervals_in_minutes() -> None:
+    fleet = fleet_of([2.0] * 144 + [9.0] * 36 + [2.0] * 108, start_s=90.0)
+    scaling = Scaling(fleet)
+    assert list(scaling.spans(0)) == [(719, 900, 5)]  # two minutes would be too early, one is the last whole one
+    assert [scaling.scheduled(0, 60.0 * minute) for minute in (717, 719, 899, 900)] == [1, 5, 5, 1]
+    assert list(Scaling(fleet_of([2.0, 9.0])).spans(0)) == []  # ten minutes repeat otherwise
+
+
+def test_the_cheapest_kind_for_its_rate_takes_the_rest() -> None:
+    scaling = Scaling(fleet_of([4.0] * 12, (2.0, 5.0)))
+    assert scaling.marginal == 0  # the second has no planned replica
+    assert scaling.wanted(0.0, 4.0) == (2, 0) and scaling.wanted(0.0, 20.0) == (10, 0)
