@@ -26,7 +26,7 @@ class Scaling:
 
     Attributes:
         rates: for each kind, the lowest rate that a replica holds for any of the day's lengths, requests/s. # [kinds]
-        factor: factor on the load: the fleet's load factor, unless less than the load itself would do on the planned day.
+        factor: factor on the load: the fleet's load factor, but at least 1.
         marginal: the kind that takes the rest of the load.
         least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
     """
