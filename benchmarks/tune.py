@@ -10,16 +10,23 @@ random, on the grid of vLLM's auto_tune.sh, and at the plan alone.
 With `--vllm`, the machine is vLLM on this machine. Settings that several strategies ask for are measured once, and each
 strategy ends when its own measurements would have taken `--budget` seconds.
 
+With `--published`, the machine is a published sweep: rows that `python -m benchmarks.truth --json` wrote, and their
+settings from aiconfigurator-core's `silicon_sample.csv`. Candidates are the measured numbers of clients and divisions
+of a model, device, engine and lengths; the value is requests/s for each device if TPOT is within the sweep's median,
+else 0. A strategy chooses which rows to read.
+
     XGPT_VLLM_PYTHON=... python -m benchmarks.tune --vllm 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +42,7 @@ from xgpt.tuning.engines import Vllm
 from xgpt.tuning.problem import EngineProblem, engine_problem
 from xgpt.tuning.tune import Search, Told
 from xscheduler.problem import Problem
-from xscheduler.tuning.belief import TOLERANCE, MeasuredRate
+from xscheduler.tuning.belief import TOLERANCE, Array, Belief, MeasuredRate
 from xscheduler.tuning.model import EngineModel, MeasuredTimes
 from xscheduler.tuning.tuner import Tuner
 from xsimulator.calibrate import corrected
@@ -270,6 +277,87 @@ def real(given: argparse.Namespace) -> None:
         print(f"{name:8}   {found}   budget {best.token_budget}, batch {best.max_batch}", flush=True)
 
 
+class Sweep(NamedTuple):
+    """The rows of one published sweep.
+
+    Attributes:
+        places: logarithms of the clients and of the devices. # [candidates, 2]
+        measured, predicted: requests/s for each device, 0 beyond the bound on TPOT. # [candidates]
+        likely: the same predictions under random errors of all times together. # [samples, candidates]
+    """
+
+    name: str
+    places: Array
+    measured: Array
+    predicted: Array
+    likely: Array
+
+
+def sweeps(rows: Path, sample: Path, rng: np.random.Generator) -> Iterator[Sweep]:
+    with sample.open(encoding="utf-8", newline="") as file:
+        settings = {row["id"]: row for row in csv.DictReader(file)}
+    groups: dict[tuple[str, ...], list[tuple[int, int, int, dict[str, Any]]]] = {}
+    for row in json.loads(rows.read_text(encoding="utf-8")):
+        raw = settings.get(row["note"])
+        if raw is None or raw["mode"] != "agg" or not row["predicted"]:
+            continue
+        devices = int(raw["tp_size"]) * int(raw["pp_size"]) * int(raw["attention_dp_size"])
+        names = ("model_path", "system", "backend", "backend_version", "precision", "isl", "osl")
+        key = tuple(raw[name] for name in names)
+        groups.setdefault(key, []).append((round(float(raw["batch_size"])), devices, int(raw["osl"]), row))
+    for key, found in groups.items():
+        if len(found) >= 8:
+            yield _sweep(" ".join(key), found, rng)
+
+
+def _sweep(name: str, found: list[tuple[int, int, int, dict[str, Any]]], rng: np.random.Generator) -> Sweep:
+    clients, devices, outputs = (np.asarray([one[at] for one in found], float) for at in range(3))
+    pace = np.exp(PACE * rng.standard_normal(512))[:, None]
+    bound_s = float(np.median([one[3]["measured"]["TPOT"] for one in found]))
+
+    def rate(times: str, pace: Array | float = 1.0) -> Array:
+        ttft_s, tpot_s = (np.asarray([one[3][times][name] for one in found]) for name in ("TTFT", "TPOT"))
+        whole_s = pace * (ttft_s + outputs * tpot_s)
+        return np.where(pace * tpot_s <= bound_s, clients / whole_s / devices, 0.0)
+
+    places = np.stack([np.log(clients) / log(3.0), np.log(devices) / log(2.0)], axis=1)
+    return Sweep(name, places, rate("measured"), rate("predicted"), rate("predicted", pace))
+
+
+def published(rows: Path, sample: Path, seed: int) -> None:
+    rng, found = np.random.default_rng(seed), list[dict[str, Any]]()
+    for number, sweep in enumerate(sweeps(rows, sample, rng)):
+        best, count = float(sweep.measured.max()), len(sweep.measured)
+
+        def shares(order: Sequence[int], best: float = best, sweep: Sweep = sweep) -> list[float]:
+            return (np.maximum.accumulate(sweep.measured[list(order)]) / best).tolist()
+
+        belief, chosen = Belief(sweep.places, sweep.likely, np.zeros(len(sweep.likely)), seed=number), list[int]()
+        standing = belief.standing()
+        while not standing.ends and standing.next is not None:
+            chosen.append(standing.next)
+            belief = belief.measure(MeasuredRate(standing.next, float(sweep.measured[standing.next])))
+            standing = belief.standing()
+        study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=number))
+        tried: list[int] = []
+        for _ in range(MOST):
+            trial = study.ask()
+            lows, highs = sweep.places.min(axis=0), sweep.places.max(axis=0)
+            at = [trial.suggest_float(f"{axis}", lows[axis], highs[axis]) for axis in range(2)]
+            tried.append(int(((sweep.places - at) ** 2).sum(axis=1).argmin()))
+            study.tell(trial, float(sweep.measured[tried[-1]]))
+        orders = {"tune": chosen, "tpe": tried, "random": rng.permutation(count)[:MOST].tolist()}
+        orders |= {"grid": list(range(count))[:MOST], "plan": [int(sweep.predicted.argmax())]}
+        proven = {name: name == "tune" and standing.is_decided for name in orders}
+        found.append(
+            {"what": sweep.name, "candidates": count}
+            | {name: {"shares": shares(order), "proven": proven[name]} for name, order in orders.items()}
+        )
+    sizes = [row["candidates"] for row in found]
+    print(f"{len(found)} sweeps of {min(sizes)} to {max(sizes)} rows")
+    print("\n".join(summary(found)))
+
+
 def problem_of(rng: np.random.Generator) -> Problem:
     model, cluster = PLACES[rng.integers(len(PLACES))]
     asked: dict[str, Any] = {
@@ -346,9 +434,14 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=0.06)
     parser.add_argument("--quantile", type=float, default=0.9)
     parser.add_argument("--budget", type=float, default=900.0, help="seconds of each strategy")
+    parser.add_argument("--published", type=Path, metavar="ROWS.JSON")
+    parser.add_argument("--sample", type=Path, metavar="CSV", help="with --published: silicon_sample.csv")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    if given.published is not None:
+        published(given.published, given.sample, given.seed)
+        return
     if given.vllm is not None:
         real(given)
         return
