@@ -7,6 +7,7 @@ default, layers that keep the same tokens are one group. In vLLM, all groups tak
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from math import ceil, floor, log2
@@ -19,6 +20,7 @@ COMPRESSED_BLOCK, COMPRESSED_ALIGNMENT = 256, 576
 """Tokens in a page of compressed entries, and the bytes to whose multiples kernels pad such a page (vLLM's
 models/deepseek_v4 and kernels of FlashMLA).
 """
+MOST_TOKENS = 2**40
 LATENT_BLOCK = 64
 """Tokens to whose multiples pages of latent attention are rounded beside states (FlashMLA)."""
 
@@ -123,17 +125,8 @@ class Kept(NamedTuple):
 
     def longest(self, free: float, in_flight: float) -> float:
         """Return the number of tokens of the longest request that fits into `free` bytes."""
-        if self.needed(1, in_flight) > free:
-            return 0.0
-        fits, fails = 1, 2
-        while self.needed(fails, in_flight) <= free:
-            fits, fails = fails, 2 * fails
-            if fails > 2**40:
-                return float("inf")
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self.needed(middle, in_flight) <= free else (fits, middle)
-        return float(fits)
+        most = bisect_right(range(MOST_TOKENS), free, key=lambda tokens: self.needed(tokens, in_flight)) - 1
+        return float("inf") if most == MOST_TOKENS - 1 else float(max(most, 0))
 
     def logged(self, free: float, context: int, in_flight: float, *, by_requests: bool) -> int:
         """Return the K/V tokens that the engine logs for `free` bytes (`EngineSpec.logs_requests`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -83,11 +84,8 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
             tried[number] = Judged(0.0, str(error))
         return tried[number].confidence >= wanted
 
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
-    return Fewest(high, tuple(sorted(tried.items())))
+    fewest = 1 + bisect_left(range(1, most), True, key=is_enough)
+    return Fewest(fewest, tuple(sorted(tried.items())))
 
 
 def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:
