@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from tools.fields import descriptions, reachable
 from xgpt.core.schema import Plan, Profile
-from xgpt.core.schema.documents import CalibrateOutput, CompareOutput, SimulateOutput
+from xgpt.core.schema.documents import CalibrateOutput, CompareOutput, SessionsOutput, SimulateOutput
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.replan import Decision
 from xgpt.core.schema.report import BenchReport, UrlReport
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PATH = ROOT / "configs" / "schema" / "plan.schema.json"
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 OUTPUTS: dict[str, Any] = {
-    "bench": BenchReport | UrlReport,
+    "bench": BenchReport | UrlReport | SessionsOutput,
     "calibrate": CalibrateOutput,
     "check": CheckOutput,
     "compare": CompareOutput,
@@ -32,7 +32,7 @@ OUTPUTS: dict[str, Any] = {
     "plan": Plan,
     "profile": Profile,
     "replan": Decision,
-    "simulate": SimulateOutput,
+    "simulate": SimulateOutput | SessionsOutput,
     "tune": TuneOutput,
 }
 """The type of each command's output with --json."""

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         TuneKeywords,
         WatchKeywords,
     )
+    from xgpt.sessions import SimulatedSessions
     from xgpt.solving import Planned
     from xgpt.tuning.check import LoadToSend
     from xgpt.tuning.tune import Told
@@ -328,8 +329,9 @@ def simulate(
     *,
     keep_steps: bool = False,
     **asked: Unpack[SimulateKeywords],
-) -> Simulated:
-    """Run a plan on the simulated engine, request by request, and return the result.
+) -> Simulated | SimulatedSessions:
+    """Run a plan on the simulated engine, request by request, and return the result. A plan for sessions is run with
+    sessions, of which `arrival_rate_per_s` begin in a second.
 
     A replay (`own_times`) of over 20,000 requests is simulated by counts of requests if possible. This takes only
     seconds but returns no steps.
@@ -350,6 +352,7 @@ def simulate(
         InputError: the requests do not fit into the plan's memory, its profile is not on this machine, or arguments
             cannot be combined.
     """
+    from xgpt.sessions import sessions_of, simulate_sessions
     from xprofiler.store import profile_of
     from xsimulator.run import run_simulation
 
@@ -370,13 +373,16 @@ def simulate(
         unset = {"num_requests": request.num_requests == "all", "since_s": request.since_s, "rate": request.rate != 1}
         for name in (name for name, is_given in unset.items() if is_given):
             raise InputError(name, getattr(request, name), "it needs `own_times`")
+    profile = profile_of(plan, request.profile)
+    if (sessions := sessions_of(plan, request.workload)) is not None:
+        return simulate_sessions(plan, profile, sessions, request)
     if request.num_requests == "all" or (request.own_times and request.num_requests is None):
         arrivals, num_requests = None, ALL_REQUESTS
     else:
         arrivals, num_requests = _arrivals(request, 2000, request.burstiness or 1.0)
     return run_simulation(
         plan,
-        profile_of(plan, request.profile),
+        profile,
         request.workload,
         num_requests,
         arrivals,
@@ -475,6 +481,7 @@ def bench(
     from xgpt import benchmark as benches
     from xgpt.core.progress import silent
     from xgpt.resolve import workload_of
+    from xgpt.sessions import bench_sessions
     from xprofiler.store import profile_of
 
     request = request_of(BenchRequest, dict(asked))
@@ -493,6 +500,12 @@ def bench(
     workload = None
     if request.workload is not None:
         workload = workload_of(request.workload, of_what.model if isinstance(of_what, Plan) else None)
+    if workload is not None and workload.sessions is not None:
+        if not is_url:
+            raise InputError("workload", workload.name, "sessions are sent to a URL: serve the plan, and give its URL")
+        return benches.Benched(bench_sessions(str(target), workload, request, progress or silent))
+    if request.pauses != 1:
+        raise InputError("pauses", request.pauses, "it needs a workload of sessions, and a URL")
     arrivals, num_requests = _arrivals(request, 300)
     return benches.bench(
         of_what,

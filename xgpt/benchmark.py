@@ -37,6 +37,7 @@ from xgpt.core.schema import (
     UrlReport,
     Workload,
 )
+from xgpt.core.schema.documents import SessionsOutput
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import ArrivalProcess, Floats, Ints, TraceLengths, sample
 from xgpt.observation.paces import record, usual
@@ -105,7 +106,7 @@ class Benched:
         profile: the plan's profile, fitted to these steps, or None if not requested.
     """
 
-    report: BenchReport | UrlReport
+    report: BenchReport | UrlReport | SessionsOutput
     steps: tuple[StepRecord, ...] = ()
     profile: Profile | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -188,6 +188,59 @@ async def replay(
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(work()) for _ in range(concurrency)]
         return [result for result in results if result is not None]
+
+
+class ClientTurn(NamedTuple):
+    """A turn of a session to send.
+
+    Attributes:
+        kept: number of tokens of the session so far with which its prompt begins. None means all.
+    """
+
+    added: Sequence[int]
+    output_length: int
+    pause_s: float = 0.0
+    kept: int | None = None
+
+
+async def replay_sessions(
+    url: str,
+    sessions: Sequence[Sequence[ClientTurn]],
+    starts_s: Sequence[float],
+    *,
+    ca_file: Path | None = None,
+    api_key: str | None = None,
+    progress: Callable[[int], None] = lambda ended: None,
+) -> list[list[ClientResult]]:
+    """Send sessions to the server at `url`, each in a loop of its own: a turn follows a pause after the answer before
+    it, and its prompt contains that answer. Return the results of each session's turns. A session ends with its first
+    turn that fails.
+
+    Raises:
+        MachineError: no server answers at `url`.
+    """
+    async with _Connections(url, ca_file, api_key) as connections:
+        async with connections.one() as connection:
+            model = await _served_model(connection, url)
+        client, ended = _Client(connections, model, stream=True), 0
+
+        async def drive(turns: Sequence[ClientTurn], start_s: float) -> list[ClientResult]:
+            nonlocal ended
+            said, results, send_at_s = list[int](), list[ClientResult](), start_s
+            for turn in turns:
+                said = [*said[: turn.kept], *turn.added]
+                result = await client.send(ClientRequest(said, turn.output_length, turn.output_length, send_at_s))
+                results.append(result)
+                if result.error is not None:
+                    break
+                # Without token ids, the answer is stood for by as many other tokens, which the cache does not have.
+                said += result.token_ids or [0] * result.num_tokens
+                send_at_s = result.end_s + turn.pause_s
+            ended += 1
+            progress(ended)
+            return results
+
+        return list(await asyncio.gather(*map(drive, sessions, starts_s)))
 
 
 async def _until(

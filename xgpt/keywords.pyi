@@ -251,6 +251,8 @@ class BenchKeywords(LoadFields, EngineFields, total=False):
     """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: int | None
     """With a URL: number of requests that are outstanding at the same time."""
+    pauses: float | None
+    """With a URL and a workload of sessions: factor on their pauses. Hit rates under x0.1 are not those of real pauses, unless the rate is scaled as well."""
     stream: bool | None
     """Ask for streamed answers. Answers from a URL are always streamed."""
     calibrate: bool | None

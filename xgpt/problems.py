@@ -25,7 +25,6 @@ from xgpt.resolve import (
     load_engine,
     load_model,
     load_trace,
-    load_workload,
     workload_of,
 )
 from xgpt.served_profile import as_served
@@ -86,17 +85,29 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     )
 
 
+def turns_in(request: PlanRequest) -> float | None:
+    """Return the mean number of turns of a session, or None if requests are independent."""
+    law = _given(request).sessions
+    return None if law is None else turns_of(law)
+
+
+def _given(request: PlanRequest) -> Workload:
+    """Return the workload as given: of sessions if it is a law, or a log whose sessions are bounded."""
+    given, bounds = request.workload, (request.session_wait_s, request.session_time_s)
+    found = workload_of(given)
+    if found.sessions is None and isinstance(given, str) and bounds != (None, None):
+        return in_sessions(given)
+    return found
+
+
 def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
     """Return the request lengths. Bounds on sessions need sessions, by a law or in a log."""
-    bound = next((name for name in ("session_wait_s", "session_time_s") if getattr(request, name) is not None), None)
-    given = request.workload
-    if bound is not None and isinstance(given, str):
-        found = load_workload(given)
-        given = found if found.sessions is not None else in_sessions(given)
-    workload = workload_of(given, spec, request.growth)
+    workload = workload_of(_given(request), spec, request.growth)
     if workload.sessions is None:
-        if bound is not None:
-            raise InputError(bound, getattr(request, bound), f"{workload.name} has no sessions: give a law of sessions")
+        if (request.session_wait_s, request.session_time_s) != (None, None):
+            raise InputError(
+                "workload", workload.name, "it has no sessions: give a law of sessions, or a log with them"
+            )
         return workload
     for name, unset in (("shared_prefix", 0), ("outputs", 1.0), ("rate", 1.0)):
         if (value := getattr(request, name)) != unset:

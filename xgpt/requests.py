@@ -539,6 +539,9 @@ class BenchRequest(LoadFields, EngineFields):
     """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: PositiveInt = 32
     """With a URL: number of requests that are outstanding at the same time."""
+    pauses: Annotated[PositiveFloat, Option(metavar="xN", kind="factor")] = 1.0
+    """With a URL and a workload of sessions: factor on their pauses. Hit rates under x0.1 are not those of real pauses,
+    unless the rate is scaled as well."""
     stream: bool = False
     """Ask for streamed answers. Answers from a URL are always streamed."""
     calibrate: Annotated[bool, Option(None)] = False

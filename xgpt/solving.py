@@ -24,9 +24,9 @@ from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
 from xgpt.deciding.sizing import Sizing
-from xgpt.problems import resolve
+from xgpt.problems import resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
-from xgpt.resolve import load_of, workload_of
+from xgpt.resolve import load_of, load_trace, workload_of
 from xgpt.serving.checking import check_planned
 from xprofiler.store import profile_of
 from xscheduler.expression import maximised
@@ -47,6 +47,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import NOT_SEARCHED, Scheduler
 from xsimulator.front import fronted
 from xsimulator.run import joint_lengths
+from xsimulator.session_rate import replay_sessions
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
 """Advice for a plan whose profile was measured on a busy machine."""
@@ -148,6 +149,9 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
     """
     log = load_of(request.workload, request.growth)
     trace, load = None if log is None else log.requests, carried(log, request.arrival_rate_per_s)
+    if (turns := turns_in(request)) is not None:  # a log is then replayed in sessions, and a stated rate is theirs
+        rate = request.arrival_rate_per_s
+        trace, load = None, None if rate is None else carried(None, turns * rate)
     resolved = _resolve(request, load, progress)
     problem = resolved.problem
     started = time.perf_counter()
@@ -155,6 +159,8 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
         problem, found, ahead = _with_best_draft(request, problem, resolved.found, progress)
         if problem.workload.sessions is None:
             found = with_reuse(_find_each(request), problem, trace, found)
+        elif log is not None:
+            found = {kind: _replaying(one, problem, str(request.workload)) for kind, one in found.items()}
         found = own_first(found)
     except InfeasibleError as error:
         if problem.profile.is_restless:
@@ -171,6 +177,17 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
     planning_s, choices = time.perf_counter() - started, resolved.choices
     planned = Planned(request, problem, plans, choices, planning_s, ahead, resolved.fewest, load, beside)
     return planned.told(planned.recommend(path=path))
+
+
+def _replaying(found: Found, problem: Problem, name: str) -> Found:
+    """Return a schedule with the shares of a log's turns and sessions that keep the bounds under it."""
+    log, sessions = load_trace(name), found.draft.estimate.sessions
+    if log is None or log.timestamp_s is None or sessions is None:
+        return found
+    kept = replay_sessions(found.draft, problem.profile, log)
+    return found.estimating(
+        sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions),
+    )
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:

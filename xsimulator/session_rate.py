@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.errors import InputError
 from xgpt.core.schema import Capacity, Constraint, PlanDraft, Profile
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.workload import SessionLaw
@@ -75,6 +76,12 @@ class SessionTrial:
         self.num_sessions = count - count // 4 - count // 4
         self._known: dict[float, SessionRun] = {}
 
+    @property
+    def most_share(self) -> float:
+        """Share of prompt tokens that turns would find if nothing were evicted."""
+        assert self.trace.sessions is not None
+        return float(np.minimum(self.trace.sessions.common, self.trace.input - 1).sum() / self.trace.input.sum())
+
     def at(self, rate: float) -> SessionRun:
         """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
@@ -120,6 +127,34 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
         if bound is not None:
             found.append(float(np.quantile(per_session(times, counts, values), constraint.quantile)) / bound)
     return max(found)
+
+
+class SharesKept(NamedTuple):
+    """Shares of turns and of sessions that keep their bounds."""
+
+    turns: float
+    sessions: float
+    run: TurnTimes
+
+
+def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> SharesKept:
+    """Replay a log's sessions on one replica, which gets its share of them. First turns begin at their recorded times.
+
+    Raises:
+        InputError: the log has no times.
+    """
+    sessions = trace.sessions
+    assert sessions is not None
+    if trace.timestamp_s is None:
+        raise InputError("own_times", True, "the log has no times: give `arrival_rate_per_s`")
+    mine = trace.take(np.flatnonzero(sessions.session % plan.replicas == 0))
+    run = run_sessions(plan, profile, mine)
+    constraint, all_turns = plan.constraint, np.ones(len(mine.input), bool)
+    of_turns, kept = RequestTimes(run.ttft_s, run.tpot_s, run.whole_s), np.array(True)
+    for bound, values in zip(constraint.session_bounds, (run.ttft_s, run.whole_s), strict=True):
+        if bound is not None:
+            kept = kept & (per_session(run, all_turns, values) <= bound)
+    return SharesKept(of_turns.goodput(constraint), float(np.mean(kept)), run)
 
 
 def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:

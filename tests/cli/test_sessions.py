@@ -40,3 +40,21 @@ def test_what_sessions_cannot_have_is_refused_in_one_line(
 ) -> None:
     given = CHAT if "--workload" not in options else CHAT[:4]
     assert says in xgpt.fails(code, "plan", *given, *options)
+
+
+def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
+    rows = [f"{5 * i + 9 * j},u{i},{300 + 150 * j},40,{5 * i + 9 * j + 1}" for i in range(60) for j in range(4)]
+    Path("log.csv").write_text("timestamp_s,session_id,prompt_tokens,completion_tokens,end_time_s\n" + "\n".join(rows))
+    asked = ("--model", "llama-3.1-8b", "--cluster", "h100x1", "--workload", "log.csv")
+    said = xgpt("plan", *asked, "--session-wait", "1", "--quantile", "0.9").out
+    assert "Replayed whole" in said
+    plan = json.loads(Path("plan.json").read_text())
+    assert plan["estimate"]["sessions"]["log_sessions_kept"] == 1
+    run = json.loads(xgpt("simulate", "plan.json", "--workload", "log.csv", "--own-times", "--json").out)
+    assert run["num_sessions"] == 60 and run["num_turns"] == 240 and run["goodput_of_sessions"] == 1
+    # Each later prompt finds the whole blocks of what was said before, and the mean pause is as recorded.
+    assert run["reused_by_turn"][1] == pytest.approx(336 / 450, abs=0.01)
+    rate = plan["estimate"]["sessions"]["rate_per_s"]
+    slow = json.loads(xgpt("simulate", "plan.json", "--arrival-rate", str(rate / 4), "--json").out)
+    assert slow["goodput_of_sessions"] >= 0.9 and slow["wait_s"]["p50"] <= plan["estimate"]["sessions"]["wait_s"]
+    assert "it applies only to independent requests" in xgpt.fails(2, "simulate", "plan.json", "--clients", "3")

@@ -178,8 +178,8 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound, after checking that some bound is given: this one, --ttft or --tpot."""
-    parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
+    """Return the latency bound, after checking that some bound is given: this one or another."""
+    parts = [context.params.get(name) for name in ("ttft_s", "tpot_s", "session_wait_s", "session_time_s")]
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     has_plan = any(param.name == "plan" for param in context.command.params)  # whose bounds then count
     if not (is_given or has_plan or context.resilient_parsing) and all(part is None for part in parts):

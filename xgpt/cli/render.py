@@ -23,7 +23,7 @@ from xsimulator.fitted import Fit
 
 if TYPE_CHECKING:
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
-    from xgpt.core.schema.documents import CalibrateOutput, RangeOutput
+    from xgpt.core.schema.documents import CalibrateOutput, RangeOutput, SessionsOutput
     from xgpt.core.schema.fleet import FleetFigures, FleetPlan
     from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
@@ -231,6 +231,18 @@ def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Table:
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
 TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
 """Labels of times that count from arrival, by the first part of a figure's name."""
+
+
+def sessions_tables(found: SessionsOutput, title: str = "sessions, simulated") -> list[Table]:
+    """Return tables of the figures of sessions."""
+    shown = found.model_dump(exclude_none=True)
+    times = {"ttft_s": "time to first token, s", "tpot_s": "time per output token, s"}
+    times |= {"wait_s": "a session's waiting, s", "time_s": "a session's time without pauses, s"}
+    rows = [[name, f"{value:.4g}"] for name, value in shown.items() if isinstance(value, int | float)]
+    rows.append(["reused by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
+    ends = ("mean", "p50", "p90", "p99")
+    of_times = [[label, *(f"{shown[name].get(end, 0.0):.4g}" for end in ends)] for name, label in times.items()]
+    return [table(title, ["figure", "value"], rows), table("times", ["", *ends], of_times)]
 
 
 def simulated_tables(run: Simulated) -> list[Table]:

@@ -16,11 +16,12 @@ from xgpt.cli.options import output_file, refuse_idle, write
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json, load_json, sha256
 from xgpt.core.schema import Plan, UrlReport
-from xgpt.core.schema.documents import SimulateOutput
+from xgpt.core.schema.documents import SessionsOutput, SimulateOutput
 from xgpt.deciding import words
 from xgpt.reporting import plan_text
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_trace
+from xgpt.sessions import SimulatedSessions
 from xprofiler.others import differences
 
 if TYPE_CHECKING:
@@ -141,6 +142,11 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, keep_steps=file is not None, **options.given())
+    if isinstance(run, SimulatedSessions):
+        if file is not None:
+            raise InputError("--timeline", timeline, "sessions are simulated by counts, without steps: leave it out")
+        click.echo(dump_json(run.output), nl=False) if as_json else render.show(*render.sessions_tables(run.output))
+        return
     if file is not None:
         write(file, run.chrome_trace())
     if asked["own_times"]:
@@ -204,6 +210,8 @@ def bench(target: str, calibrate: str | None, force: bool, as_json: bool, **_: A
         write(file, dump_json(found.profile))
     if as_json:
         click.echo(dump_json(report), nl=False)
+    elif isinstance(report, SessionsOutput):
+        render.show(*render.sessions_tables(report, "sessions, measured"))
     elif isinstance(report, UrlReport):
         render.show(*render.url_report(report))
     else:

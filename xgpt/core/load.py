@@ -159,7 +159,7 @@ class LogLoad:
         """
         if growth.rate != 1 and log.timestamp_s is None:
             raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
-        return cls(name, growth.trace(log), growth)
+        return cls(name, growth.trace(log._replace(sessions=None)), growth)
 
     @property
     def seconds(self) -> float:

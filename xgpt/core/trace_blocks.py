@@ -58,6 +58,16 @@ class TracePrefixes:
         of_request = -(request + 1) << 32
         return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
 
+    def size_in_common(self, first: int, other: int, input_length: int) -> int:
+        """Return with how many tokens of a request's prompt and output another prompt begins, in whole blocks."""
+        said, prompt = self.prompts[first], self.prompts[other]
+        if self.outputs[first]:
+            said = said[: input_length // self.block_size] + self.outputs[first]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b), min(len(said), len(prompt))
+        )
+        return same * self.block_size
+
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
         """Return the keys of the K/V blocks [begin, end). `ids` has the ids of the trace's blocks from number `offset`
         on.

@@ -23,7 +23,7 @@ MOST_MEMORY = 900_000_000
 PER_BRACKET, PER_VALUE = 72, 40
 """Bytes that a list or object, and any other value, take in memory beside their text."""
 
-Role = Literal["input", "output", "timestamp", "status"]
+Role = Literal["input", "output", "timestamp", "status", "session", "id", "parent", "delay", "end"]
 Unit = Literal["s", "ms", "us", "ns"]
 
 

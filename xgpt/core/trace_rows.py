@@ -47,6 +47,8 @@ class Row(NamedTuple):
         has_failed: whether the HTTP status is an error (400 to 599).
         fields: all fields, if the row is a JSON object. In CSV, only the names are known.
         time_name: name of the column or field with the time, or "".
+        turn: the values by which rows are turns of sessions, by role.
+        delay_name: name of the field with the delay, or "".
     """
 
     where: str
@@ -56,6 +58,11 @@ class Row(NamedTuple):
     has_failed: bool = False
     fields: Mapping[str, object] = MappingProxyType({})
     time_name: str = ""
+    turn: Mapping[Role, object] = MappingProxyType({})
+    delay_name: str = ""
+
+
+OF_TURNS: tuple[Role, ...] = ("session", "id", "parent", "delay", "end")
 
 
 class TraceRows(NamedTuple):
@@ -165,6 +172,10 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
     width, fields = len(header), MappingProxyType(dict.fromkeys(map(plain, header)))
     input_, output, timestamp, status = (columns.get(role, -1) for role in ("input", "output", "timestamp", "status"))
     time_name = header[timestamp].strip() if timestamp >= 0 else ""
+    of_turns = (
+        {role: columns[role] for role in OF_TURNS if role in columns} if {"session", "parent"} & set(columns) else {}
+    )
+    delay_name = header[of_turns["delay"]].strip() if "delay" in of_turns else ""
     try:
         for cells in reader:
             if len(cells) != width:
@@ -177,7 +188,8 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
             time = cells[timestamp].strip() or None if timestamp >= 0 else None
             failed = status >= 0 and _is_error(cells[status].strip())
             lengths = cells[input_].strip(), cells[output].strip()
-            yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name)
+            turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
+            yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV: correct this line") from None
 
@@ -257,7 +269,8 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
     elif (inner := next((name for name in names().lists if name in lists), None)) and all(
         isinstance(each, dict) for each in lists[inner]
     ):
-        begin = {key: document[key] for key in ("arrival_time_ns",) if key in document}  # of a session's requests
+        known = ("arrival_time_ns", *names().roles["session"])
+        begin = {key: value for key, value in document.items() if plain(key) in known}  # of a session's requests
         for i, each in enumerate(lists[inner], start=1):
             yield from _entries(f"{where}, {inner} {i}", begin | each)
     else:
@@ -290,7 +303,11 @@ def _row(where: str, entry: Mapping[str, Any]) -> Row:
     time = found.get("timestamp")
     is_error = "status" in found and _is_error(found["status"][2])
     at = (None, "") if time is None else (time[2], time[1])
-    return Row(where, found["input"][2], found["output"][2], at[0], is_error, entry, at[1])
+    turn = {role: found[role][2] for role in OF_TURNS if role in found}
+    delay_name = found["delay"][1] if "delay" in found else ""
+    if not {"session", "parent"} & turn.keys():
+        turn = {}
+    return Row(where, found["input"][2], found["output"][2], at[0], is_error, entry, at[1], turn, delay_name)
 
 
 def _is_error(status: object) -> bool:
@@ -298,7 +315,7 @@ def _is_error(status: object) -> bool:
 
 
 def _is_value(role: Role, text: str) -> bool:
-    return role == "timestamp" or bool(re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", text))
+    return role in ("timestamp", "session", "id", "parent", "end") or bool(re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", text))
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -352,5 +369,6 @@ def _answers(documents: Iterator[tuple[str, Any]], key: str) -> Iterator[Row]:
         for turn in document[key]:
             length = len(str(turn.get("value", turn.get("content", ""))))
             if turn.get("from", turn.get("role")) in answering and said:
-                yield Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None)
+                lengths = max(1, round(said / CHARACTERS)), round(length / CHARACTERS)
+                yield Row(where, *lengths, None, turn={"session": where})
             said += length

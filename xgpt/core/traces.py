@@ -23,6 +23,8 @@ from xgpt.core.trace_blocks import TracePrefixes, block_size_of, read_ids, read_
 from xgpt.core.trace_files import TraceFormat, head_of, names
 from xgpt.core.trace_metrics import read_metrics
 from xgpt.core.trace_rows import Row, TraceRows, is_metrics, plain, read_rows
+from xgpt.core.trace_turns import TurnRows
+from xgpt.core.turns import FIRST
 from xgpt.core.workload import Floats, TraceLengths, binned
 
 logger = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
 def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
     columns = array("q"), array("q"), array("d")
     inputs, outputs, times = columns
-    shared = _HashIds()
+    shared, turns = _HashIds(), TurnRows()
     num_rows, num_failed, are_dates, time_name, row = 0, 0, False, "", None
     for row in trace.rows:
         num_rows += 1
@@ -115,6 +117,12 @@ def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
             continue
         inputs.append(input_)
         outputs.append(output)
+        delay, end = (
+            None if row.turn.get(role) is None else _time(row.where, row.turn[role])[0] for role in ("delay", "end")
+        )
+        before = turns.add(row, delay, end)
+        if row.timestamp is None and delay is not None and before != FIRST and before < len(times):
+            times.append(times[before] + delay)
         if row.timestamp is not None:
             time, is_date = _time(row.where, row.timestamp)
             if times and is_date != are_dates:
@@ -147,9 +155,13 @@ def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
     if times:
         seconds, note = _seconds(path, field, time_name, np.array(times), are_dates, row)
         notes += [note] if note else []
+    raw, prompts = np.array(times) if times else None, np.array(inputs)
+    unit_s = 1.0 if raw is None or seconds is None or not np.ptp(raw) else float(np.ptp(seconds) / np.ptp(raw))
+    sessions = turns.sessions(prompts, np.array(outputs), raw, unit_s, shared.prefixes, notes)
     for note in notes:
         logger.warning("%s: %s", path.name, note)
-    lengths = _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, shared.prefixes))
+    prefixes = shared.prefixes if (prompts == np.array(inputs)).all() else None
+    lengths = _in_order(TraceLengths(prompts, np.array(outputs), seconds, prefixes, sessions=sessions))
     for of_all in lengths[:3]:
         if of_all is not None:
             of_all.setflags(write=False)  # cached for later calls
@@ -221,7 +233,8 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
     times = lengths.timestamp_s[order]
     prefixes = None if lengths.prefixes is None else lengths.prefixes.take(order)
     begin_s = float(times[0]) if times[0] >= EPOCHS["s"] else None
-    return TraceLengths(lengths.input[order], lengths.output[order], times - times[0], prefixes, begin_s)
+    sessions = None if lengths.sessions is None else lengths.sessions.take(order)
+    return TraceLengths(lengths.input[order], lengths.output[order], times - times[0], prefixes, begin_s, sessions)
 
 
 def _length(where: str, name: str, value: object) -> int:

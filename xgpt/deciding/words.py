@@ -135,6 +135,11 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
     if found.alone_per_s is not None and found.alone_per_s > 0:
         text += f", which serves {found.rate_per_s / found.alone_per_s:.2g} times as many sessions as recomputing"
     yield f"{text}."
+    if found.log_turns_kept is not None and found.log_sessions_kept is not None:
+        yield (
+            f"Replayed whole, {_percent(found.log_turns_kept)} of your log's turns and "
+            f"{_percent(found.log_sessions_kept)} of its sessions keep their bounds."
+        )
     if found.balanced_per_s is not None:
         yield (
             f"Route by session: {found.rate_per_s:.3g} sessions/s, against {found.balanced_per_s:.3g} if each turn may "

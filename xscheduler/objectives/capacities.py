@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from xgpt.core.schema import MixingEdge, PlanDraft, Profile
+from xgpt.core.schema import MixingEdge, PlanDraft, Profile, ReuseEstimate
 from xgpt.resolve import load_engine
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
@@ -17,6 +17,7 @@ from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
+from xsimulator.session_rate import SessionTrial, session_capacity
 
 
 def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Found]:
@@ -55,7 +56,25 @@ def with_capacity(
     plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
 ) -> PlanDraft:
     """A plan without bounds is returned unchanged."""
+    if plan.workload.sessions is not None and plan.constraint.bounds_latency:
+        return in_sessions(plan, profile, predicted)
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))
+
+
+def in_sessions(plan: PlanDraft, profile: Profile, predicted: float | None = None) -> PlanDraft:
+    """Return a plan with the highest rate of sessions that it serves, and with what their turns find."""
+    trial = SessionTrial(plan, profile)
+    found, sessions = session_capacity(plan, profile, predicted, trial=trial)
+    if sessions is None:
+        return plan.with_estimate(capacity=found)
+    reuse = ReuseEstimate(
+        share=trial.at(sessions.rate_per_s).times.reused_share,
+        most_share=trial.most_share,
+        kept_blocks=min(
+            int(sessions.kept_tokens / plan.replicas) // plan.block_size, min(stage.kv_blocks for stage in plan.stages)
+        ),
+    )
+    return plan.with_estimate(capacity=found, sessions=sessions, reuse=reuse)
 
 
 DEAREST = 0.4

@@ -22,7 +22,7 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, ReuseEstimate, SearchMethod
+from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, SearchMethod
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import FIRST, Floats, Ints
@@ -32,11 +32,12 @@ from xscheduler.arrival_rate import closed_rate, one_step_from
 from xscheduler.found import Found
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import simulating
+from xscheduler.objectives.capacities import in_sessions
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.lengths import Lengths, Reused, reused_of
-from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, session_capacity, turns_of
+from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, turns_of
 
 KINDS = ("chunked", "orca")
 """Policies under which sessions are planned: those in which a turn may enter at any step."""
@@ -182,8 +183,8 @@ class _SessionSearch:
                 binding="arrival_rate_per_s",
             )
         return {
-            kind: Found(self._finished(draft, rate, is_best=not i).but(pinned=pinned), ceiling)
-            for i, (kind, (draft, rate)) in enumerate(ordered)
+            kind: Found(in_sessions(draft, self._problem.profile, rate).but(pinned=pinned), ceiling)
+            for kind, (draft, rate) in ordered
         }
 
     def _rankings(self) -> list[Scheduler]:
@@ -279,22 +280,6 @@ class _SessionSearch:
             better = [self._try(kind, one, rate) for one in ranked]
             if not any(better):
                 return
-
-    def _finished(self, draft: PlanDraft, rate: float, *, is_best: bool) -> PlanDraft:
-        profile = self._problem.profile
-        trial = SessionTrial(draft, profile)
-        capacity, sessions = session_capacity(draft, profile, rate, trial=trial)
-        assert sessions is not None
-        run = trial.at(sessions.rate_per_s)
-        reuse = ReuseEstimate(
-            share=run.times.reused_share,
-            most_share=float((self._turns.shared + self._turns.own).sum() / self._turns.trace.input.sum()),
-            kept_blocks=min(
-                int(sessions.kept_tokens / draft.replicas) // draft.block_size,
-                min(stage.kv_blocks for stage in draft.stages),
-            ),
-        )
-        return draft.with_estimate(capacity=capacity, sessions=sessions, reuse=reuse)
 
     def _never_kept(self) -> InfeasibleError:
         constraint = self._problem.constraint

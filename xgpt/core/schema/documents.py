@@ -76,6 +76,35 @@ class CalibrateOutput(Frozen):
     """The measured loads."""
 
 
+class SessionsOutput(Frozen):
+    """The figures of simulated sessions. Times count from a turn's arrival."""
+
+    sessions_per_s: float
+    """Sessions that begin in a second."""
+    num_sessions: int
+    """Number of measured sessions."""
+    num_turns: int
+    """Number of their turns."""
+    at_once: float
+    """Mean number of sessions that have begun and not ended."""
+    reused_share: float
+    """Share of prompt tokens whose K/V was in the cache."""
+    reused_by_turn: tuple[float, ...]
+    """The same by the first, second, ... turn of sessions."""
+    goodput: float | None = None
+    """Share of turns that keep every bound on turns."""
+    goodput_of_sessions: float | None = None
+    """Share of sessions that keep every bound on sessions."""
+    ttft_s: dict[str, float]
+    """Time to first token: mean, p50, p90, p99."""
+    tpot_s: dict[str, float]
+    """Mean time per output token of turns."""
+    wait_s: dict[str, float]
+    """Sum of a session's times to first token."""
+    time_s: dict[str, float]
+    """Time of a session without its pauses."""
+
+
 class SimulateOutput(Frozen):
     """The figures of a simulated run. Times count from arrival with --arrival-rate, otherwise from admission."""
 

@@ -103,6 +103,10 @@ class SessionEstimate(Frozen):
     """Sessions a second if each turn goes to any replica, or None if there is one replica."""
     num_sessions: int
     """Number of simulated sessions that count."""
+    log_turns_kept: float | None = None
+    """Share of the turns of the user's log that keep their bounds, replayed whole, or None without a log."""
+    log_sessions_kept: float | None = None
+    """Share of its sessions that keep the bounds on sessions."""
 
 
 class StepTimes(Frozen):

@@ -1,0 +1,86 @@
+"""Find the sessions of a trace's rows: by the names of sessions or parents, or as answers of one conversation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xgpt.core.trace_blocks import TracePrefixes
+from xgpt.core.trace_files import Role
+from xgpt.core.trace_rows import Row, plain
+from xgpt.core.turns import FIRST, Floats, Ints, TraceSessions
+
+ANSWER_S = 0.02
+"""Seconds of each output token of a recorded answer whose end no row states."""
+NAMES: tuple[Role, ...] = ("session", "id", "parent")
+NO_PARENT = ("", "-1", "None", "null")
+
+
+class TurnRows:
+    """The rows that name a session (`session`), or an earlier row whose chat they continue (`parent`)."""
+
+    def __init__(self) -> None:
+        self._after: list[int] = []
+        self._delays: list[float | None] = []
+        self._ends: list[float | None] = []
+        self._delay_name = ""
+        self._last: dict[tuple[str, str], int] = {}
+
+    def add(self, row: Row, delay: float | None, end: float | None) -> int:
+        """Add a row, and return the row before it in its session, or `FIRST`."""
+        names = {role: str(row.turn.get(role, "")) for role in NAMES}
+        key = ("id", names["parent"]) if names["parent"] not in NO_PARENT else ("session", names["session"])
+        before = self._last.get(key, FIRST) if key[1] else FIRST
+        for role in ("id", "session"):
+            if names[role]:
+                self._last[role, names[role]] = len(self._after)
+        self._after.append(before)
+        self._delays.append(delay)
+        self._ends.append(end)
+        self._delay_name = row.delay_name or self._delay_name
+        return before
+
+    def sessions(
+        self,
+        inputs: Ints,
+        outputs: Ints,
+        times: Floats | None,
+        unit_s: float,
+        prefixes: TracePrefixes | None,
+        notes: list[str],
+    ) -> TraceSessions | None:
+        """Return the sessions, or None if no row follows another. Prompts that state only what a turn adds are
+        completed in place.
+
+        Args:
+            times, unit_s: the rows' times as in the file, and the seconds of their unit.
+        """
+        after = np.asarray(self._after)
+        if not len(after) or (after == FIRST).all():
+            return None
+        number, common, pause = np.arange(len(after)), np.zeros(len(after), np.int64), np.zeros(len(after))
+        is_assumed = False
+        for i in np.flatnonzero(after != FIRST).tolist():
+            before = int(after[i])
+            number[i] = number[before]
+            whole = int(inputs[before] + outputs[before])
+            delay, end = self._delays[i], self._ends[before]
+            if delay is not None:
+                inputs[i] += whole
+                pause[i] = _unit_s(self._delay_name) * delay
+            elif times is not None:
+                answered = end if end is not None else times[before] + ANSWER_S / unit_s * outputs[before]
+                pause[i] = max(0.0, unit_s * (times[i] - answered))
+                is_assumed |= end is None
+            common[i] = whole if inputs[i] >= inputs[before] else 0
+            if prefixes is not None and delay is None:
+                common[i] = prefixes.size_in_common(before, i, int(inputs[before]))
+        common = np.minimum(common, inputs)
+        if is_assumed:
+            notes.append(f"no row states when an answer ended: {ANSWER_S:g} s are taken for each output token")
+        if times is None and not pause.any():
+            notes.append("no row states a pause: turns follow each other at once")
+        return TraceSessions(np.unique(number, return_inverse=True)[1], after, pause, after.copy(), common)
+
+
+def _unit_s(name: str) -> float:
+    return {"s": 1.0, "sec": 1.0, "seconds": 1.0, "us": 1e-6, "ns": 1e-9}.get(plain(name).rpartition("_")[2], 1e-3)

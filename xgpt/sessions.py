@@ -1,0 +1,185 @@
+"""Simulate a plan's sessions, or drive sessions against a URL, and report the same figures of both."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.benchmark import URL_VOCABULARY
+from xgpt.client import ClientTurn, replay_sessions
+from xgpt.connection import own_api_key
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import Plan, PlanDraft, Profile, Workload
+from xgpt.core.schema.documents import SessionsOutput
+from xgpt.core.sessions import draw_sessions
+from xgpt.core.turns import Floats
+from xgpt.metrics_pages import read_samples
+from xgpt.requests import BenchRequest, LoadFields, SimulateRequest
+from xgpt.resolve import in_sessions, load_trace, workload_of
+from xgpt.tuning.metrics import COUNTERS
+from xsimulator.measures import RequestTimes
+from xsimulator.session_rate import SessionTrial, per_session
+from xsimulator.session_rate import replay_sessions as replay_log
+from xsimulator.sessions import TurnTimes
+
+
+@dataclass(frozen=True)
+class SimulatedSessions:
+    """Simulated sessions of a plan."""
+
+    plan: PlanDraft
+    output: SessionsOutput
+
+
+def sessions_of(plan: Plan, workload: str | Workload | None) -> Workload | None:
+    """Return the workload of sessions that a simulation of a plan means, or None if requests are independent."""
+    if workload is None:
+        return plan.workload if plan.workload.sessions is not None else None
+    found = workload_of(workload, plan.model)
+    if found.sessions is None and plan.workload.sessions is not None and isinstance(workload, str):
+        return in_sessions(workload)
+    return found if found.sessions is not None else None
+
+
+def simulate_sessions(plan: Plan, profile: Profile, workload: Workload, request: SimulateRequest) -> SimulatedSessions:
+    """Simulate sessions that begin at a rate, or those of a log as they were recorded.
+
+    Raises:
+        InputError: an option has no meaning for sessions, or no rate is known.
+    """
+    for name, unset in (("clients", None), ("since_s", 0.0), ("rule", None), ("rate", 1.0), ("outputs", 1.0)):
+        if (value := getattr(request, name)) != unset:
+            raise InputError(name, value, "it applies only to independent requests: leave it out")
+    draft: PlanDraft = plan.but(workload=workload)
+    if request.own_times:
+        log = load_trace(request.workload) if isinstance(request.workload, str) else None
+        if log is None or log.sessions is None:
+            raise InputError("own_times", True, "it needs a log with sessions as `workload`")
+        run = replay_log(draft, profile, log).run
+        counts = np.ones(len(run.trace.input), bool)
+        seconds = float(log.timestamp_s[-1]) if log.timestamp_s is not None else 0.0
+        of_log = log.sessions.num_sessions / seconds if seconds else 0.0
+        return SimulatedSessions(draft, sessions_output(run, counts, of_log, draft))
+    promised = None if plan.estimate.sessions is None else plan.estimate.sessions.rate_per_s
+    rate = one_rate(request) or promised
+    if rate is None:
+        raise InputError("arrival_rate_per_s", None, "give the rate at which sessions begin")
+    trial = SessionTrial(draft, profile, request.seed)
+    run, _, counts = trial.at(rate)
+    return SimulatedSessions(draft, sessions_output(run, counts, rate, draft))
+
+
+def one_rate(request: LoadFields) -> float | None:
+    """Return the rate at which sessions begin, or None if it is not stated."""
+    rate = request.arrival_rate_per_s
+    if isinstance(rate, tuple) and len(rate) == 1 and rate[0][1] is None:
+        return rate[0][0]
+    if isinstance(rate, tuple):
+        raise InputError("arrival_rate_per_s", rate, "give one rate, of sessions that begin in a second")
+    return rate
+
+
+def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanDraft | None = None) -> SessionsOutput:
+    """Return the figures of those sessions whose turns count."""
+    wait, time = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s))
+    paused = per_session(run, counts, run.paused_s)
+    of_turns = RequestTimes(run.ttft_s[counts], run.tpot_s[counts], run.whole_s[counts])
+    kept: dict[str, float] = {}
+    if plan is not None and plan.constraint.goals:
+        kept["goodput"] = of_turns.goodput(plan.constraint)
+    if plan is not None and any(plan.constraint.session_bounds):
+        bounds = zip((wait, time), plan.constraint.session_bounds, strict=True)
+        kept["goodput_of_sessions"] = float(
+            np.mean(np.all([values <= (np.inf if bound is None else bound) for values, bound in bounds], axis=0))
+        )
+    return SessionsOutput(
+        sessions_per_s=rate,
+        num_sessions=len(wait),
+        num_turns=int(counts.sum()),
+        at_once=rate * float((time + paused).mean()),
+        reused_share=run.reused_share,
+        reused_by_turn=tuple(run.reused_by_turn()),
+        ttft_s=_quantiles(of_turns.ttft_s),
+        tpot_s=_quantiles(of_turns.tpot_s[of_turns.tpot_s > 0]),
+        wait_s=_quantiles(wait),
+        time_s=_quantiles(time),
+        **kept,
+    )
+
+
+def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress: Progress) -> SessionsOutput:
+    """Drive sessions against a running endpoint, and return what the client measured. `num_requests` is the number of
+    sessions, and `arrival_rate_per_s` the rate at which they begin. Without a rate, all begin at once.
+
+    Raises:
+        InputError: an option has no meaning for sessions, or sessions fork.
+        MachineError: nothing answers at the URL, or every turn failed.
+    """
+    law, rate = workload.sessions, one_rate(request)
+    assert law is not None
+    if law.subagents is not None:
+        raise InputError("workload", workload.name, "its sessions fork: leave `subagents` out of a measured law")
+    rng, count = np.random.default_rng(request.seed), request.num_requests or NUM_SESSIONS
+    trace = draw_sessions(law, count, rng)
+    sessions = trace.sessions
+    assert sessions is not None
+    shared = rng.integers(0, URL_VOCABULARY, law.shared_prefix).tolist()
+    pauses = np.append(sessions.pause_s[1:], 0.0) * request.pauses
+    turns: list[list[ClientTurn]] = [[] for _ in range(count)]
+    for i, number in enumerate(sessions.session.tolist()):
+        first = not turns[number]
+        kept = int(sessions.common[i])
+        added = rng.integers(0, URL_VOCABULARY, int(trace.input[i]) - kept).tolist()
+        turns[number].append(ClientTurn(shared * first + added, int(trace.output[i]), float(pauses[i]), kept))
+    starts = np.zeros(count) if rate is None else np.cumsum(rng.exponential(1 / rate, count))
+    before = _found(url)
+    results = asyncio.run(
+        replay_sessions(
+            url,
+            turns,
+            starts.tolist(),
+            ca_file=request.ca_file,
+            api_key=own_api_key(),
+            progress=lambda ended: progress(ended, count, f"{count} sessions"),
+        )
+    )
+    after, ended = _found(url), [i for i, each in enumerate(results) if all(one.error is None for one in each)]
+    done = [results[i] for i in ended]
+    if not done:
+        raise MachineError(f"all {count} sessions at {url} failed: {results[0][-1].error}")
+    mine = trace.take(np.flatnonzero(np.isin(sessions.session, ended)))
+    flat = [one for each in done for one in each]
+    arrived, first_s, end = (
+        np.asarray([getattr(one, name) for one in flat], float) for name in ("send_s", "first_token_s", "end_s")
+    )
+    share = (after[1] - before[1]) / max(after[0] - before[0], 1.0)
+    run = TurnTimes(mine, arrived, first_s, end, (share * mine.input).astype(int))
+    output = sessions_output(run, np.ones(len(flat), bool), rate or count / float(end.max()))
+    return output.but(reused_share=share, reused_by_turn=())
+
+
+NUM_SESSIONS = 40
+"""Number of sessions that are sent to an endpoint by default."""
+QUERIES = (*COUNTERS["queries"], "xgpt_prompt_tokens_total")
+HITS = (*COUNTERS["hits"], "xgpt_prompt_tokens_cached_total")
+
+
+def _found(url: str) -> tuple[float, float]:
+    """Return how many prompt tokens an engine has looked up in its cache so far, and how many it has found."""
+    samples = read_samples(url, (*QUERIES, *HITS), 10.0, own_api_key()) or []
+    values = {sample.name: 0.0 for sample in samples}
+    for sample in samples:
+        values[sample.name] += sample.value
+    return (
+        next((values[name] for name in QUERIES if name in values), 0.0),
+        next((values[name] for name in HITS if name in values), 0.0),
+    )
+
+
+def _quantiles(values: Floats) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {"mean": float(values.mean())} | {f"p{100 * q:g}": float(np.quantile(values, q)) for q in (0.5, 0.9, 0.99)}
