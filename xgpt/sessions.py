@@ -16,10 +16,9 @@ from xgpt.core.schema import Plan, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import SessionsOutput
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import Floats
-from xgpt.metrics_pages import read_samples
 from xgpt.requests import BenchRequest, LoadFields, SimulateRequest
 from xgpt.resolve import in_sessions, load_trace, workload_of
-from xgpt.tuning.metrics import COUNTERS
+from xgpt.tuning.metrics import read_page
 from xsimulator.measures import RequestTimes
 from xsimulator.session_rate import SessionTrial, per_session
 from xsimulator.session_rate import replay_sessions as replay_log
@@ -135,7 +134,7 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
         added = rng.integers(0, URL_VOCABULARY, int(trace.input[i]) - kept).tolist()
         turns[number].append(ClientTurn(shared * first + added, int(trace.output[i]), float(pauses[i]), kept))
     starts = np.zeros(count) if rate is None else np.cumsum(rng.exponential(1 / rate, count))
-    before = _found(url)
+    before = read_page(url)
     results = asyncio.run(
         replay_sessions(
             url,
@@ -146,7 +145,7 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
             progress=lambda ended: progress(ended, count, f"{count} sessions"),
         )
     )
-    after, ended = _found(url), [i for i, each in enumerate(results) if all(one.error is None for one in each)]
+    after, ended = read_page(url), [i for i, each in enumerate(results) if all(one.error is None for one in each)]
     done = [results[i] for i in ended]
     if not done:
         raise MachineError(f"all {count} sessions at {url} failed: {results[0][-1].error}")
@@ -155,7 +154,8 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
     arrived, first_s, end = (
         np.asarray([getattr(one, name) for one in flat], float) for name in ("send_s", "first_token_s", "end_s")
     )
-    share = (after[1] - before[1]) / max(after[0] - before[0], 1.0)
+    seen = {} if before is None or after is None else after.since(before).counters
+    share = seen.get("hits", 0.0) / max(seen.get("queries", 0.0), 1.0)
     run = TurnTimes(mine, arrived, first_s, end, (share * mine.input).astype(int))
     output = sessions_output(run, np.ones(len(flat), bool), rate or count / float(end.max()))
     return output.but(reused_share=share, reused_by_turn=())
@@ -163,20 +163,6 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
 
 NUM_SESSIONS = 40
 """Number of sessions that are sent to an endpoint by default."""
-QUERIES = (*COUNTERS["queries"], "xgpt_prompt_tokens_total")
-HITS = (*COUNTERS["hits"], "xgpt_prompt_tokens_cached_total")
-
-
-def _found(url: str) -> tuple[float, float]:
-    """Return how many prompt tokens an engine has looked up in its cache so far, and how many it has found."""
-    samples = read_samples(url, (*QUERIES, *HITS), 10.0, own_api_key()) or []
-    values = {sample.name: 0.0 for sample in samples}
-    for sample in samples:
-        values[sample.name] += sample.value
-    return (
-        next((values[name] for name in QUERIES if name in values), 0.0),
-        next((values[name] for name in HITS if name in values), 0.0),
-    )
 
 
 def _quantiles(values: Floats) -> dict[str, float]:
