@@ -109,3 +109,19 @@ def _logging_as_it_was() -> Iterator[None]:
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     root.handlers[:] = [h for h in root.handlers if h in handlers]
+
+
+@pytest.fixture
+def short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are verified with a tenth of the requests: for tests of what is chosen and said, not of its figures."""
+    from xscheduler.objectives import saturation  # vLLM's environment collects tests without the planner's packages
+    from xsimulator import capacity
+
+    for search in (capacity.CapacitySearch, capacity.Trial):
+        monkeypatch.setitem(search.__init__.__kwdefaults__, "least_requests", 200)  # type: ignore[misc]
+    for module, figures in (
+        (capacity, {"LEAST_WARM_UP": 16, "LIFETIMES": 1}),
+        (saturation, {"LEAST_REQUESTS": 200, "MOST_REQUESTS": 500, "LIFETIMES": 2}),
+    ):
+        for name, value in figures.items():
+            monkeypatch.setattr(module, name, value)

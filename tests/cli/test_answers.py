@@ -68,8 +68,9 @@ def test_vllm_runs_at_most_one_request_for_each_token_of_a_step() -> None:
         assert space.settings(columns, 0).max_batch == most  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:
-    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(4000))
+    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(1500))
     Path("day.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows)
     ran = xgpt("plan", "--latency-bound", "8", *ON[:-2], "--workload", "day.csv", "--engine", "vllm")
     assert ran.code == 0, ran.err
@@ -80,13 +81,13 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert re.match(r"Run llama-3.1-8b: chunked, TP1 on 1 x h100-80gb-hbm3, vLLM", text), "the fewest that hold the log"
     assert re.search(r"Your load: 2(\.\d+)?/s at its busiest \(\+\d+:\d\d", text)
-    assert "replayed, all of 4,000 requests keep the bounds" in text and "Devices: 1" in text
+    assert "replayed, all of 1,500 requests keep the bounds" in text and "Devices: 1" in text
     plan = load_json(Path("plan.json"), Plan, "plan")
     assert plan.recommendation is not None and plan.recommendation.best.num_devices == plan.num_devices == 1
     assert plan.recommendation.best.rate_per_s.value == rate_of(plan)
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the figures cover only the first 50 of 4000 requests; --requests all replays" in ran.err
+    assert "note: the figures cover only the first 50 of 1500 requests; --requests all replays" in ran.err
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
     assert ran.code == 0, ran.err
@@ -102,6 +103,7 @@ def test_a_log_does_not_ask_for_fewer_devices_than_one(xgpt: Xgpt) -> None:
     assert "Your load: 2" in text and "Devices" not in text
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_says_what_its_order_of_admission_lacks_in_simulation(xgpt: Xgpt) -> None:
     figures, few = {}, ("--fix", "max_batch=16")
     for order in ("fcfs", "sjf", "lpt", "edf"):

@@ -33,6 +33,7 @@ def test_every_command_with_json_has_a_schema() -> None:
     assert set(COMMANDS) - WITHOUT == set(OUTPUTS)
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_planning(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     saturated = (*PROBLEM, *BOUND, "--objective", "saturated")
     check(xgpt, "plan", *saturated, "--policy", "orca", "-o", "orca.json")

@@ -136,9 +136,13 @@ class Machine:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> EngineProblem:
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("DESIGN", 16), ("SAMPLES", 512), ("REQUESTS", 60)):
         monkeypatch.setattr(f"xscheduler.tuning.model.{name}", value)
+
+
+@pytest.fixture
+def asked(small_model: None) -> EngineProblem:
     given = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "azure-conv", "engine": "vllm-0.32"}
     bounds = {"latency_bound_s": None, "ttft_s": 1.0, "tpot_s": 0.03}
     return EngineProblem(resolve(plan_request(**given, **bounds, policy="chunked")))
@@ -175,7 +179,7 @@ def test_what_runs_now_is_measured_first_and_kept_if_nothing_is_better(
     model = searched(monkeypatch, Machine(peaked), asked).tuner.model
     now = model.plan_of(ChunkedSettings(token_budget=700, max_batch=60))
     machine = Machine(lambda tokens, seqs: 20.0 if (tokens, seqs) == (700, 60) else 0.7 * peaked(tokens, seqs))
-    monkeypatch.setattr(tune, "MOST_RUNS", 8)
+    monkeypatch.setattr(tune, "MOST_RUNS", 4)
     command = "vllm serve llama --max-model-len 8192 --max-num-batched-tokens 700 --max-num-seqs 60 --swap-space 8"
     running = replace(asked, now=now, kept={"max-model-len": "8192"}, command=command)
     found = searched(monkeypatch, machine, running).run()
@@ -282,6 +286,7 @@ def test_a_template_must_say_where_the_flags_belong() -> None:
     assert split(["env", "A=1", "vllm", "serve", "m"]) == ({"A": "1"}, ["vllm", "serve", "m"])
 
 
+@pytest.mark.usefixtures("small_model")
 def test_tune_through_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process for each setting, which does not start with more than 700 requests."""
     monkeypatch.chdir(tmp_path)
@@ -292,7 +297,7 @@ def test_tune_through_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     start = f"cd {ROOT} && exec {sys.executable} -m tests.fake_engine m --port {{port}} {{flags}}"
     asked = "tune --model llama-3.1-8b --cluster h200x1 --workload translation --ttft 0.4 --tpot 0.05 --quantile 0.9"
     given = [*asked.split(), "--start", start, "--json", "--budget", "60s"]
-    monkeypatch.setattr(tune, "MOST_RUNS", 5)
+    monkeypatch.setattr(tune, "MOST_RUNS", 4)
     result = CliRunner().invoke(cli, given)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -388,6 +393,7 @@ def test_the_problem_of_a_command_has_its_model_settings_and_engine() -> None:
     assert found.problem.engine is not None and found.problem.engine.framework == "vllm"
 
 
+@pytest.mark.usefixtures("small_model", "short_simulations")
 def test_check_of_a_plan_and_a_benchmark_through_the_command_line(tmp_path: Path) -> None:
     """The plan has the bounds. Without a plan or a command, the error says what to give."""
     asked = ["--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "azure-conv", "--engine", "vllm"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rings import few
 from xgpt import api
 from xgpt.reporting.plan_text import missing_in_words
 
@@ -47,7 +48,8 @@ def test_auto_and_exegpt_show_both(both):
     assert {"waa-c", "waa-m"} < set(found) and found["waa-m"].stages == both["waa-m"].stages
 
 
-@pytest.mark.parametrize("devices", [{"cluster": "a40x4", "devices": "auto"}, {"among": {"a40x4": 1.0}}])
+@pytest.mark.usefixtures("short_simulations")
+@pytest.mark.parametrize("devices", few([{"cluster": "a40x4", "devices": "auto"}, {"among": {"a40x4": 1.0}}]))
 def test_the_number_of_devices_is_chosen_under_the_order_of_the_plan(devices):
     """Rows belong to das: a number of devices chosen for another order was refused."""
     asked = {"model": "opt-13b", "workload": "summarization", "latency_bound_s": 8, "arrival_rate_per_s": 2}
