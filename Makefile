@@ -63,7 +63,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m tools.make_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The stored tables of measurements into their pages. A benchmark stores its tables itself.
+# The stored tables of measurements into their pages and pictures. A benchmark stores its tables itself.
 results: $(VENV)/.installed
 	$(BIN)/python -m tools.make_results
 

@@ -1,6 +1,6 @@
 """Compare predictions from imported tables with published measurements, one row for each source.
 
-    python -m benchmarks.truth [--measured DIR] [--source NAME …] [--quick] [--json FILE] [--plot FILE]
+    python -m benchmarks.truth [--measured DIR] [--source NAME …] [--quick] [--json FILE]
 
 Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfigurator-core 0.12 (`pip install
 'xgpt-serve[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.truth.places import SOURCES
-from benchmarks.truth.score import coverage, errors_of, plot, table
+from benchmarks.truth.score import coverage, errors_of, table
 from benchmarks.truth.sources import Row
 from xprofiler.ranges import Cell
 
@@ -50,7 +50,6 @@ def main() -> None:
         metavar="SEED",
         help="print how many figures of a random half lie in the other half's ranges",
     )
-    parser.add_argument("--plot", type=Path, help="draw predicted against measured figures as an SVG")
     options = parser.parse_args()
     rows: list[Row] = []
     for path in options.again or ():
@@ -84,8 +83,6 @@ def main() -> None:
         options.errors.write_text(errors_of(rows), encoding="utf-8")
     if options.coverage is not None:
         print(coverage(rows, options.coverage))
-    if options.plot:
-        options.plot.write_text(plot(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import numpy as np
 from benchmarks.truth.sources import Row
 from xprofiler.ranges import LEAST_ROWS, Quantity, errors_in, likely
 
-SIZE, MARGIN = 480, 48
 HEADER = (
     "| load | engine | family | quantity | not fitted: rows | median | 90% | bias | fitted: rows | median | 90% |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
@@ -102,46 +101,3 @@ def coverage(rows: list[Row], seed: int) -> str:
         f"  {' '.join(key)}: {sum(inside)} of {len(inside)}, {np.mean(inside):.0%}" for key, inside in counts.items()
     ]
     return "\n".join(lines)
-
-
-def plot(rows: list[Row]) -> str:
-    points = [
-        (row.source, quantity, row.measured[quantity], value)
-        for row in rows
-        for quantity, value in row.predicted.items()
-        if quantity.startswith(("e2e", "TTFT", "TPOT"))
-    ]
-    values = np.log10([value for *_, a, b in points for value in (a, b)])
-    low, high = float(np.floor(values.min())), float(np.ceil(values.max()))
-    scale = (SIZE - 2 * MARGIN) / (high - low)
-    colours = dict(zip(dict.fromkeys(p[0] for p in points), ("#4269d0", "#efb118", "#ff725c", "#6cc5b0"), strict=False))
-
-    def at(value: float) -> float:
-        return MARGIN + (float(np.log10(value)) - low) * scale
-
-    marks = [
-        f'<circle cx="{at(measured):.1f}" cy="{SIZE - at(predicted):.1f}" r="2" fill="{colours[source]}" '
-        f'fill-opacity="0.5"/>'
-        for source, _, measured, predicted in points
-    ]
-    ticks = [
-        f'<text x="{at(10.0**e):.0f}" y="{SIZE - MARGIN + 16}" text-anchor="middle">{10.0**e:g} s</text>'
-        f'<text x="{MARGIN - 6}" y="{SIZE - at(10.0**e) + 4:.0f}" text-anchor="end">{10.0**e:g}</text>'
-        for e in range(int(low), int(high) + 1)
-    ]
-    names = [
-        f'<circle cx="{MARGIN + 12}" cy="{MARGIN + 14 + 16 * i}" r="4" fill="{colour}"/>'
-        f'<text x="{MARGIN + 22}" y="{MARGIN + 18 + 16 * i}">{source}</text>'
-        for i, (source, colour) in enumerate(colours.items())
-    ]
-    edge = SIZE - MARGIN
-    lines = [
-        f'<line x1="{at(10**low):.0f}" y1="{SIZE - at(10**low):.0f}" x2="{at(10**high):.0f}" '
-        f'y2="{SIZE - at(10**high):.0f}" stroke="#888"/>',
-        f'<rect x="{MARGIN}" y="{MARGIN}" width="{edge - MARGIN}" height="{edge - MARGIN}" fill="none" stroke="#888"/>',
-        f'<text x="{SIZE / 2}" y="{SIZE - 8}" text-anchor="middle">measured</text>',
-        f'<text x="{MARGIN}" y="{MARGIN - 10}">predicted, s</text>',
-    ]
-    body = "\n".join([*lines, *marks, *ticks, *names])
-    page = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif"'
-    return f'{page} font-size="11">\n{body}\n</svg>\n'

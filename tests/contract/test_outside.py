@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.outside import attack, attack_outside, edited, planned
+from tests.rings import few
 
 MEMORY_BINDS = (
     "--model opt-13b --cluster a40x4 --workload summarization --policy rra --objective saturated --headroom 0 "
@@ -24,7 +25,7 @@ def test_the_ceiling_covers_settings_that_keep_memory_full(tmp_path: Path) -> No
     assert attack(path, plan, iter([edited(plan, **settings[0])]), scale=0.9).excess > 0, "the attack sees no excess"
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", few(range(3)))
 def test_random_problems(number: int) -> None:
     found = attack_outside(np.random.default_rng((1, number)))
     assert found is None or not found.excess, found

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import xgpt
+from tests.rings import few
 from xgpt import api
 from xgpt.cli import COMMANDS, commands, main
 from xgpt.requests import REQUESTS, PlanRequest
@@ -26,7 +27,7 @@ NAMES = [name for name in xgpt.__all__ if not name.endswith("Error") and name !=
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, 3))
 def test_the_examples_in_docstrings_run(name: str) -> None:
     function = getattr(xgpt, name)
     tests = doctest.DocTestFinder(recurse=False).find(inspect.unwrap(function), name, globs={})

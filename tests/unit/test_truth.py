@@ -11,7 +11,7 @@ import pytest
 from benchmarks.truth import memory
 from benchmarks.truth.inferencex import started
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
-from benchmarks.truth.score import plot, table
+from benchmarks.truth.score import table
 from benchmarks.truth.sources import ALIGNED, Row, budget_of, cell_of, of_backend, repeated
 from xgpt.resolve import load_engine
 from xsimulator.costs.step_cost import StepCounts
@@ -120,7 +120,6 @@ def test_the_table_has_rows_that_nothing_was_fitted_to_in_a_column_of_their_own(
     ]
     lines = table(rows).splitlines()
     assert lines[2:] == ["| a |  |  | TPOT | 1 | 50.0 | 50.0 | -50.0 | 1 | 10.0 | 10.0 |"]
-    assert plot(rows).count("<circle") == 2 + 1
 
 
 def test_rows_are_counted_by_load_engine_and_family() -> None:
