@@ -1,7 +1,6 @@
 """Compare the capacity of token budgets by slack with the capacity of the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
-    python -m benchmarks.slack --overhead
     python -m benchmarks.slack --classes
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
@@ -11,7 +10,7 @@ The gain of slack is measured on 50,000 other requests, which no search has seen
 of them. These fixed budgets are the planner's own, those planned under a tighter TPOT, and each of them multiplied by
 the factors in `SWEEP`. With --json, an interrupted run continues.
 
---overhead times the rule's decision with 256 running requests. --classes sends half of a
+--classes sends half of a
 plan's capacity as interactive requests (priority 1, share 8), and the whole capacity as batch requests
 (priority 0, share 1).
 """
@@ -119,7 +118,6 @@ class Row:
 @click.option("--loads", default=",".join(LOADS), show_default=True)
 @click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="Trace to use as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-@click.option("--overhead", is_flag=True)
 @click.option("--classes", is_flag=True)
 def main(
     quick: bool,
@@ -127,12 +125,8 @@ def main(
     loads: str,
     traces: tuple[str, ...],
     path: Path | None,
-    overhead: bool,
     classes: bool,
 ) -> None:
-    if overhead:
-        for text in decisions():
-            click.echo(text)
     if classes:
         rows = [*two_classes()]
         kept = [row.split("|")[4].strip() for row in rows[2:]]
@@ -144,7 +138,6 @@ def main(
             fixed=kept[0],
             slack=kept[2],
         )
-    if overhead or classes:
         return
     chosen = {name: LOADS[name] for name in loads.split(",") if name}
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
@@ -299,43 +292,6 @@ def line(row: Row) -> str:
     gains = " | ".join(f"{gain:+.1%}" if gain is not None else "-" for gain in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
     return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} |"
-
-
-def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
-    """Time a decision of the rule with `running` requests in decode and four more prompts in each step."""
-    subject = resolve(
-        plan_request(model="llama-3.1-8b", cluster="h200x8", devices=1, workload="chat-short", ttft_s=1.0, tpot_s=0.05)
-    )
-    base = with_step_times(next(iter(plan_each(subject, "chunked").values())), subject.profile)
-    budget, orders = SlackBudget(least_tokens=32, most_tokens=8192), ("fcfs", "fcfs", "in-time")
-    for name, slack, order in zip(
-        ("fixed budget", "slack", "slack, in time"), (None, budget, budget), orders, strict=True
-    ):
-        policy = base.policy.model_copy(update={"slack": slack, "max_batch": running + 1, "token_budget": 2048})
-        admission = base.admission.model_copy(update={"order": order})
-        schedule = policies.build(base.model_copy(update={"policy": policy, "admission": admission}))
-        now_ns, seconds, waiting = 1, [], []
-        for id_ in range(running):
-            schedule.submit(policies.Request(id_, 16, 400, now_ns))
-        for i in range(running + steps):
-            for id_ in range(running + 4 * i, running + 4 * i + 4):
-                schedule.submit(policies.Request(id_, 2000, 400, now_ns))
-            started = time.perf_counter()
-            schedule.expire(now_ns)
-            step = schedule.next_step("both")
-            took = time.perf_counter() - started
-            assert step is not None
-            if len(step.decode) >= running:
-                seconds.append(took)
-                waiting.append(schedule.pool.num_waiting)
-            now_ns += 30_000_000
-            schedule.settle(step, ())
-            if len(seconds) == steps:
-                break
-        yield (
-            f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode and "
-            f"{median(waiting):.0f} waiting (median of {len(seconds)})"
-        )
 
 
 LOADS_OF_CLASSES = {"interactive": 0.5, "batch": 1.0}

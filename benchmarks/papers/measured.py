@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import monotonicity
+from benchmarks.papers import monotonicity
 from benchmarks.papers.claims import Found, Table, at_least, judged, within
 from benchmarks.tcb.experiments import scaled
 from xgpt import bench, plan

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from benchmarks.lib.served_plans import PLANS, plan, two_lanes
-from benchmarks.two_hosts import ADDRESSES, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked, children_of
 from tests.attack.test_grammars import PATH, costly, formatted
+from tests.attack.two_hosts import ADDRESSES, on_host, serving, two_hosts
 from tests.fakes import eventually
 from xgpt.core.schema import ModelSpec, Plan
 
@@ -263,7 +263,7 @@ def test_a_stranger_on_the_link_between_two_machines_finds_no_store_of_tensors()
     with (
         two_hosts(),
         TemporaryDirectory() as directory,  # Ray's sockets have short paths
-        serving(what.model_copy(update={"cluster": cluster}), Path(directory), "xgpt") as (_, servers),
+        serving(what.model_copy(update={"cluster": cluster}), Path(directory)) as (_, servers),
     ):
         for number, local in enumerate(ADDRESSES):
             lines = subprocess.check_output(on_host(number, ["ss", "-ltnH"]), text=True)

@@ -1,32 +1,23 @@
 """Count how often declared directions hold (ExeGPT Table 5), over policies, tasks and placements.
 
-    python -m benchmarks.monotonicity [--only gpt3-39b]
-
 Each variable is swept on a logarithmic grid with all others fixed, on points that fit in memory. A step counts as
 broken where throughput, or latency, goes against its declared direction by more than the tolerance: a share of the best
-throughput reached, and of the bottom 70% of the policy's latencies, as in the paper. If a variable has no declared
-direction, the steps that would break a rising direction are shown with a star and not counted in the total. All figures
-are predicted from datasheets. Writes results/monotonicity.json.
+throughput reached, and of the bottom 70% of the policy's latencies, as in the paper.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import numpy as np
 
 from benchmarks.scheduler import LARGE, SMALL, task_problem
-from xgpt.core.io import write_atomic
 from xgpt.core.schema.policy import Direction
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Space
 
-RESULTS = Path("results/monotonicity.json")
 MODELS = (
     ("t5-11b", "a40x8", SMALL),
     ("opt-13b", "a40x4", SMALL),
@@ -54,14 +45,6 @@ class Counts:
         self.steps += (figure == 0) * len(steps)
         against = steps if self.directions[figure] == "falls" else -steps
         self.broken[figure] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
-
-    def cell(self, tolerance: int) -> str:
-        """Return (latency, throughput) in percent, as in the paper."""
-        parts = [
-            f"{100 * self.broken[j, tolerance] / max(self.steps, 1):.1f}{'*' if self.directions[j] == 'none' else ''}"
-            for j in (1, 0)
-        ]
-        return f"({', '.join(parts)})"
 
 
 def count(space: Space, counts: dict[str, Counts]) -> None:
@@ -188,7 +171,6 @@ class Monotone(NamedTuple):
 
 def count_all(
     only: Collection[str] = tuple(model for model, *_ in MODELS),
-    show: Callable[[str], None] = lambda line: None,
     how: Mapping[str, Count] = dict.fromkeys(POLICIES, count_swept),
 ) -> Monotone:
     """Count the steps of every task of some models.
@@ -211,25 +193,6 @@ def count_all(
                 declared = np.asarray([direction != "none" for direction in seen.directions])
                 steps += declared * seen.steps
                 broken += declared[:, None] * seen.broken
-                cells = "  ".join(f"{t:.0%}: {seen.cell(k)}" for k, t in enumerate(TOLERANCES))
-                show(f"{model:10} {workload:15} {name:26} {seen.steps:7d} steps  {cells}")
                 rows.append({"model": model, "workload": workload, "variable": name, "steps": seen.steps})
                 rows[-1] |= {"broken_throughput": seen.broken[0].tolist(), "broken_latency": seen.broken[1].tolist()}
     return Monotone(rows, steps, broken)
-
-
-@click.command()
-@click.option("--only", type=click.Choice([model for model, *_ in MODELS]), help="One model.")
-def main(only: str | None) -> None:
-    found = count_all([only], click.echo) if only else count_all(show=click.echo)
-    throughput, latency = found.share(1)
-    click.echo("each cell: (latency, throughput) that break their direction, in percent of the steps; *: none declared")
-    click.echo(
-        f"monotone at 5%: {throughput:.2f}% of {found.steps[0]} steps in throughput, {latency:.2f}% of "
-        f"{found.steps[1]} in latency (paper: 97, 96)"
-    )
-    write_atomic(RESULTS, json.dumps(found.rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
