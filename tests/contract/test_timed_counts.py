@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.test_counts import Arrivals, drawn, simulated
+from tests.contract.test_counts import AHEAD, Arrivals, by_counts, drawn, one_by_one, simulated
 from tests.rings import examples
 from xgpt.core import policies
 from xgpt.core.policies import MicroBatch
@@ -73,6 +73,30 @@ class CheckedForecast(LaneForecast):
         found = super().first_due_ns(batch, now_ns, slack)
         assert found == min(due_ns, default=inf)
         return found
+
+
+@settings(max_examples=examples(150, 25))
+@given(
+    st.builds(
+        Timed,
+        arrivals=drawn(("chunked", "orca"), 3, loads=(0.5, 0.9, 1.2, 1.5), room=(0, 0, 2, 5)),
+        tightness=st.sampled_from((0.3, 0.8, 1.2, 2.0)),
+        is_in_time=st.just(True),
+    ),
+    st.booleans(),
+)
+def test_counts_defer_prompts_as_the_engine_does(timed: Timed, ahead: bool) -> None:
+    plan = timed.plan()
+    assume(plan is not None)
+    assert plan is not None
+    if plan.policy.kind == "chunked":
+        plan = plan.model_copy(update={"policy": plan.policy.model_copy(update={"slack": None})})
+    if ahead and len(plan.stages) == 1:
+        plan = plan.model_copy(update={"engine": AHEAD})
+    requests, profile = timed.arrivals.stream(plan), timed.arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
 @settings(max_examples=examples(40, 12))

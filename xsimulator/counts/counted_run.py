@@ -40,7 +40,7 @@ def counted_run(
     settings = schedule.settings
     if by_use:
         settings = replace(settings, max_batch=min(settings.max_batch or MANY, pool.max_running or MANY))
-    return OneLaneRun(settings, lanes["both"], kv, stream, is_logged=is_logged)
+    return OneLaneRun(settings, lanes["both"], kv, stream, plan.patience_ns, is_logged=is_logged)
 
 
 def is_counted(plan: PlanDraft) -> bool:
@@ -48,20 +48,31 @@ def is_counted(plan: PlanDraft) -> bool:
 
     Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
     `OneLaneRun.known` and `TwoLaneRun.known` name. The plan must also have order fcfs, and either reserved K/V memory,
-    or a decoder-only model under orca or chunked with a single micro-batch.
+    or a decoder-only model under orca or chunked with a single micro-batch. Under orca and chunked with reserved K/V
+    memory, it may also have order in-time.
     """
     return _counted_schedule(plan) is not None
 
 
 def _counted_schedule(plan: PlanDraft) -> policies.OneLane | policies.TwoLane | None:
-    if plan.admission.order != "fcfs" or not _counts_kv(plan):
+    order = plan.admission.order
+    if order not in ("fcfs", "in-time") or not _counts_kv(plan):
         return None
     schedule = policies.build(plan)
+    if order == "in-time" and not _counts_in_time(plan, schedule):
+        return None
     if type(schedule) is policies.OneLane and _knows(OneLaneRun.known, LaneSettings, schedule.settings):
         return schedule
     if type(schedule) is policies.TwoLane and _knows(TwoLaneRun.known, policies.TwoLaneSettings, schedule.settings):
         return schedule
     return None
+
+
+def _counts_in_time(plan: PlanDraft, schedule: policies.Schedule) -> bool:
+    if type(schedule) is not policies.OneLane or plan.admission.kv != "reserve" or plan.constraint.classes:
+        return False
+    settings = schedule.settings
+    return settings.mix and not settings.whole_prompts and not settings.batch_wait_steps
 
 
 def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:

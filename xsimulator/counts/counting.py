@@ -12,6 +12,7 @@ import numpy as np
 from xsimulator.costs.step_tables import DECODE, HEAD, LAST, NUM_LINES, REST, line_at, stretch_of
 from xsimulator.counts.arrivals import BOTH, NONE
 from xsimulator.counts.compiled import helper
+from xsimulator.counts.in_time import enter_in_time, next_in_time
 from xsimulator.counts.turns import FOREVER, arrive, evict, find, follow, grow, keep, next_arrival_ns
 
 
@@ -40,17 +41,26 @@ def blocks_to_enter(lane, request):
 
 
 @helper
-def can_admit(s, lane):
-    id_ = next_waiting(lane)
+def next_to_enter(s, lane, it):
+    return next_waiting(lane) if it is None else next_in_time(s, lane, it)
+
+
+@helper
+def can_admit(s, lane, it=None):
+    id_ = next_to_enter(s, lane, it)
     return id_ != NONE and lane.reserved + blocks_to_enter(lane, s.requests[id_]) <= lane.blocks
 
 
 @helper
-def admit(s, lane):
-    """Admit and return the first waiting request, or return NONE if it cannot enter."""
-    if not can_admit(s, lane):
+def admit(s, lane, it=None):
+    """Admit and return the next waiting request, or return NONE if it cannot enter.
+
+    Args:
+        it: the state of order in-time. None means that requests enter in order of arrival.
+    """
+    id_ = next_to_enter(s, lane, it)
+    if id_ == NONE or lane.reserved + blocks_to_enter(lane, s.requests[id_]) > lane.blocks:
         return NONE
-    id_ = next_waiting(lane)
     lane.reserved += blocks_to_enter(lane, s.requests[id_])
     lane.num_inside += 1
     if lane.has_turns:
@@ -62,6 +72,8 @@ def admit(s, lane):
         lane.preempted = s.requests[id_].after
     else:
         lane.head += 1
+    if it is not None:
+        enter_in_time(it, id_)
     return id_
 
 

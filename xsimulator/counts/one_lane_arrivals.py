@@ -23,13 +23,14 @@ from xsimulator.counts.counting import (
     leave,
     log,
     make_room,
-    next_waiting,
+    next_to_enter,
     prompt_of,
     put_piece,
     settled,
     take_ends,
     take_in,
 )
+from xsimulator.counts.in_time import ORDERED, PAUSED, STOPPED_AT, InTime, plan
 from xsimulator.counts.turns import FOREVER, grow, next_arrival_ns
 
 MANY = np.iinfo(np.int64).max // 2
@@ -57,11 +58,20 @@ class OneLaneRun(Run):
             "batch_wait_steps",
             "batch_wait_tokens",
             "receive_steps",
+            "first_tokens",
         }
     )
     """The settings of a lane that a run by counts implements (see `is_counted`)."""
 
-    def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
+    def __init__(
+        self,
+        settings: LaneSettings,
+        cost: LaneCost,
+        kv: Kv,
+        stream: Stream,
+        patience_ns: int | None = None,
+        **how: Any,
+    ) -> None:
         num_batches = settings.microbatches
         super().__init__(stream, kv, num_batches, num_batches * (settings.encode_parts + 2) + 2, **how)
         lane = self.state.lane[0]
@@ -83,25 +93,34 @@ class OneLaneRun(Run):
             batch["token_budget"] = MANY if lane_settings.token_budget is None else lane_settings.token_budget
             batch["max_batch"] = MANY if lane_settings.max_batch is None else lane_settings.max_batch
         self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
+        first = settings.first_tokens
+        self._in_time = None if first is None else InTime.of(first, patience_ns, stream)
 
     def _go_on(self) -> bool:
-        return run(self.state, self._tables, self._free_ns)
+        if self._in_time is None:
+            return run(self.state, self._tables, self._free_ns)
+        return run_in_time(self.state, self._tables, self._free_ns, self._in_time)
 
 
 @kept
 def run(s, tables, free_ns):
-    return go_on(borrowed(s), borrowed(tables), free_ns)
+    return go_on(borrowed(s), borrowed(tables), free_ns, None)
+
+
+@kept
+def run_in_time(s, tables, free_ns, it):
+    return go_on(borrowed(s), borrowed(tables), free_ns, borrowed(it))
 
 
 @helper
-def go_on(s, tables, free_ns):
+def go_on(s, tables, free_ns, it):
     """Continue the run, or return False if the log is full."""
     lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, NUM_PARTS)), np.zeros(len(tables.kinds), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):
             return False
         take_in(s, lane)
-        while issue(s, lane, tables, free_ns, scratch, costs_ns):
+        while issue(s, lane, tables, free_ns, scratch, costs_ns, it):
             pass
         is_under_way, arrival_ns = lane.first_step < lane.end_step, next_arrival_ns(s, lane)
         next_ns = s.steps[lane.first_step % len(s.steps)].end_ns
@@ -109,7 +128,8 @@ def go_on(s, tables, free_ns):
             lane.now_ns = next_ns
             settle(s, lane)
             take_in(s, lane)
-            if lane.first_step == lane.end_step:
+            # Which request enters in time depends on the time.
+            if lane.first_step == lane.end_step and (it is None or lane.head == lane.tail):
                 decode_on(s, lane, tables, free_ns)
         elif arrival_ns < FOREVER:
             lane.now_ns = arrival_ns
@@ -119,7 +139,7 @@ def go_on(s, tables, free_ns):
 
 
 @helper
-def issue(s, lane, tables, free_ns, scratch, costs_ns):
+def issue(s, lane, tables, free_ns, scratch, costs_ns, it):
     """Begin the next step, or return False if no step can begin."""
     if lane.refills and not lane.num_inside:
         refill(s, lane)
@@ -134,7 +154,7 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns):
         if batch.steps and lane.by_use and not has_room(s, lane, batch):
             return False
         step = s.steps[lane.end_step % len(s.steps)]
-        if next_step(s, lane, number, step):
+        if next_step(s, lane, number, step, it):
             stays = lane.refills and batch.num_encoding > batch.num_issued
             lane.turn = number if stays else (number + 1) % num_batches
             batch.steps += 1
@@ -148,12 +168,16 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns):
 
 
 @helper
-def next_step(s, lane, number, step):
+def next_step(s, lane, number, step, it):
     """Write a micro-batch's next step into `step`, or return False if it has no next step now."""
     batch = s.batches[number]
+    if it is not None:
+        plan(s, lane, batch, it)
     may = may_encode(s, lane, number)
-    if not is_running(batch) and not (may and can_admit(s, lane)):
+    if not is_running(batch) and not (may and can_admit(s, lane, it)):
         return False
+    if it is not None:
+        it.counts[STOPPED_AT] = lane.end_step
     if lane.by_use:
         make_room(s, lane, number)
     elif lane.has_turns and batch.decoding and not lane.prompts_first:
@@ -161,7 +185,7 @@ def next_step(s, lane, number, step):
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
         if not waits_for_others(s, lane, batch):
-            fill(s, lane, batch)
+            fill(s, lane, batch, it)
     elif lane.refills:
         next_part(s, lane, batch)
     elif may and is_phase_over(batch):
@@ -224,29 +248,64 @@ def waits_for_others(s, lane, batch):
 
 
 @helper
-def fill(s, lane, batch):
+def fill(s, lane, batch, it):
     """Add prompt chunks to the step, up to the token budget (orca, chunked)."""
     left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
+    pauses = False
+    if it is not None:
+        pauses = it.counts[PAUSED] > 0
+    if not pauses:
+        left = admit_to(s, lane, batch, continue_prompts(s, lane, batch, left, False, None), False, it)
+    elif it is not None:
+        last = batch.last  # requests that enter now are not continued
+        left = admit_to(s, lane, batch, continue_prompts(s, lane, batch, left, False, it), True, it)
+        left = continue_prompts(s, lane, batch, left, True, it, last)
+        admit_to(s, lane, batch, left, False, it)
+
+
+@helper
+def continue_prompts(s, lane, batch, left, are_paused, it, last=NONE):
+    """Continue begun prompts, and return the rest of the budget.
+
+    Args:
+        are_paused: whether to continue those that must pause, or the others. Without `it`, none must pause.
+        last: the last prompt to continue, or NONE.
+    """
     id_ = batch.first
-    while id_ != NONE:
-        if left <= 0:
-            return
+    while id_ != NONE and left > 0:
         request = s.requests[id_]
-        length = min(prompt_of(request) - request.encoded, left)
-        put_piece(s, lane, id_, request.encoded, length)
-        left -= length
-        id_ = request.after
-    while left > 0 and next_waiting(lane) != NONE and num_running(batch) < batch.max_batch:
-        if lane.whole_prompts and left < min(s.requests[next_waiting(lane)].input, batch.token_budget):
-            return
-        id_ = admit(s, lane)
+        chosen = True
+        if it is not None:
+            chosen = it.gives_way[id_] == are_paused
+        if chosen:
+            length = min(prompt_of(request) - request.encoded, left)
+            put_piece(s, lane, id_, request.encoded, length)
+            left -= length
+        id_ = NONE if id_ == last else request.after
+    return left
+
+
+@helper
+def admit_to(s, lane, batch, left, only_in_time, it):
+    """Admit requests, encode as much of their prompts as the budget allows, and return the rest of the budget."""
+    while left > 0 and num_running(batch) < batch.max_batch:
+        id_ = next_to_enter(s, lane, it)
         if id_ == NONE:
-            return
+            break
+        if it is not None:  # noqa: SIM102 the compiler prunes it
+            if only_in_time and it.counts[ORDERED] and it.gives_way[id_]:
+                break
+        if lane.whole_prompts and left < min(s.requests[id_].input, batch.token_budget):
+            break
+        id_ = admit(s, lane, it)
+        if id_ == NONE:
+            break
         line_up(s, batch, id_)
         request = s.requests[id_]
         length = min(prompt_of(request) - request.encoded, left)
         put_piece(s, lane, id_, request.encoded, length)
         left -= length
+    return left
 
 
 @helper
@@ -312,6 +371,20 @@ def line_up(s, batch, id_):
 
 
 @helper
+def take_out(s, batch, id_):
+    """Remove a prompt from the prompts that a micro-batch will encode. In order of arrival, it is the first."""
+    if batch.first == id_:
+        batch.first = s.requests[id_].after
+        return
+    before = batch.first
+    while s.requests[before].after != id_:
+        before = s.requests[before].after
+    s.requests[before].after = s.requests[id_].after
+    if batch.last == id_:
+        batch.last = before
+
+
+@helper
 def settle(s, lane):
     """Settle the step that ends first."""
     step = s.steps[lane.first_step % len(s.steps)]
@@ -344,7 +417,7 @@ def join_encoded(s, lane, step, now_ns):
         request.encoded = piece.start + piece.length
         if request.encoded < prompt_of(request):
             continue
-        batch.first = request.after
+        take_out(s, batch, piece.request)
         if batch.unissued == piece.request:
             batch.unissued = request.after
         batch.num_encoding -= 1

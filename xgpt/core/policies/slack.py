@@ -17,6 +17,7 @@ class StepClock:
     """Predicts from a plan's `step_times` how long a step takes to pass all stages."""
 
     def __init__(self, times: StepTimes) -> None:
+        self.times = times
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
         self._prompts, self._prompts_s = times.prompts, times.prompts_s
         self._decode_s, self._context_s = times.decode_s, times.context_s
