@@ -180,7 +180,14 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
     """Serve a plan as users do, until SIGTERM at the end of the block."""
     path = directory / "plan.json"
     path.write_text(dump_json(what))
-    command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", *options]
+    with started("serve", str(path), "--port", "0", "--no-replan", *options) as running:
+        yield running
+
+
+@contextmanager
+def started(*words: str) -> Iterator[Served]:
+    """Run an `xgpt serve` of these words until SIGTERM at the end of the block."""
+    command = [sys.executable, "-m", "xgpt", *words]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,

@@ -138,6 +138,13 @@ def overlap(text: str, opening: str) -> int:
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
 
 
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)  # Python's own reader accepts NaN, which is not JSON
+    except (ValueError, RecursionError):
+        return False
+
+
 def is_unicode(text: str) -> bool:
     """Return whether a text contains no half of a surrogate pair, which JSON can write as \\ud800."""
     try:
@@ -163,6 +170,8 @@ class Call(NamedTuple):
 
 def call_in(text: str) -> Call | None:
     """Return the call in a text of JSON, or None if it is not a call. Some models write the arguments as a string."""
+    if text.startswith("{{") and text.endswith("}}"):  # as in the examples of some chat templates
+        text = text[1:-1]
     try:
         match json.loads(text):
             case {"name": str(name), **rest} | {"function": str(name), **rest} | {"tool_name": str(name), **rest}:
@@ -176,7 +185,12 @@ def call_in(text: str) -> Call | None:
     return None
 
 
-WORDS = {"True": "true", "False": "false", "None": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a line break within a text as Python writes it. A backslash before it belongs to the text."""
+    return found[1] * 2 + repr(found[2])[1:-1] if found[2] else found[0]
 
 
 def json_of_literals(text: str, quotes: tuple[str, ...]) -> str | None:
@@ -185,7 +199,9 @@ def json_of_literals(text: str, quotes: tuple[str, ...]) -> str | None:
     def converted(found: re.Match[str]) -> str:
         part = found[0]
         if quote := next((quote for quote in quotes if part.startswith(quote)), ""):
-            return written(ast.literal_eval(part) if len(quote) == 1 else part[len(quote) : -len(quote)])
+            if len(quote) > 1:
+                return written(part[len(quote) : -len(quote)])
+            return written(ast.literal_eval(re.sub(r"\\[^\r\n]|(\\?)([\r\n])", _escaped, part)))
         return f"{json.dumps(found['key'])}:" if found["key"] else WORDS.get(part, part)
 
     strings = (
@@ -193,7 +209,7 @@ def json_of_literals(text: str, quotes: tuple[str, ...]) -> str | None:
         for quote in quotes
     )
     try:
-        found = re.sub(rf"{'|'.join(strings)}|(?P<key>[A-Za-z_]\w*)\s*[:=]|\w+", converted, text, flags=re.DOTALL)
+        found = re.sub(rf"{'|'.join(strings)}|(?P<key>[A-Za-z_]\w*)\s*[:=]|\w+|[()]", converted, text, flags=re.DOTALL)
         return written(json.loads(f"{{{found}}}"))
     except (ValueError, SyntaxError, RecursionError):
         return None

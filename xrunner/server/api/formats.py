@@ -36,13 +36,14 @@ CODES = {
     "%n": rf"(?P<name>[A-Za-z0-9_.\-]{{1,{MAX_NAME}}})",
     "%i": r"(?P<id>[A-Za-z0-9_.:\-]{1,64})",
     "%k": r"(?P<key>[^<>\"\n]{1,256})",
+    "%a": r"[^<>\n]{0,32}",
     "%m": r"\w{1,32}",
     "%v": r"[^\"\\]{0,256}",
     "%_": SPACE,
     "%-": SPACE,
 }
-"""In a pattern: a function's name, a call's id, a parameter's name, a member's name and its text, and white space that
-is optional and that models usually write (%_) or leave out (%-)."""
+"""In a pattern: a function's name, a call's id, a parameter's name and its attribute, a member's name and its text, and
+white space that is optional and that models usually write (%_) or leave out (%-)."""
 
 
 class Pattern(NamedTuple):
@@ -53,7 +54,7 @@ class Pattern(NamedTuple):
 
 
 def pieces(pattern: str) -> list[str]:
-    return re.findall(r"%[nikmv_-]|.", pattern, re.DOTALL)
+    return re.findall(r"%[nikamv_-]|.", pattern, re.DOTALL)
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from xrunner.server.api.calls import is_object
 from xrunner.server.api.errors import ApiError, anthropic_error, quoted, refuse
 from xrunner.server.api.protocol import (
     ChatMessage,
@@ -290,7 +291,8 @@ class MessagesWriter(BlockWriter):
         if choice.text or not (content or choice.calls):
             content.append({"type": "text", "text": choice.text})
         for call in choice.calls:
-            input_ = msgspec.Raw(_object(call.function.arguments))
+            arguments = call.function.arguments
+            input_ = msgspec.Raw(arguments.encode() if is_object(arguments) else b"{}")  # it may be cut off
             content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": input_})
         stopped = self._stopped(choice.finish, choice.stopped_at, choice.num_tokens, has_calls=bool(choice.calls))
         return self._message | {"content": content, **stopped, "usage": _usage(prompt, choice.num_tokens)}
@@ -309,15 +311,6 @@ class MessagesWriter(BlockWriter):
         elif has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stopped_at}
-
-
-def _object(arguments: str) -> bytes:
-    """Return a call's arguments as an object, or an empty object if the arguments were cut off."""
-    try:
-        found = msgspec.json.decode(arguments)  # Python's own reader accepts NaN, which is not JSON
-    except (ValueError, RecursionError):
-        return b"{}"
-    return arguments.encode() if isinstance(found, dict) else b"{}"
 
 
 def _usage(prompt: PromptTokens, output_tokens: int) -> dict[str, int]:

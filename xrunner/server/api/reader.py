@@ -18,12 +18,13 @@ from xrunner.server.api.calls import (
     Extent,
     Types,
     call_in,
+    is_object,
     json_of_literals,
     new_id,
     overlap,
     parameter,
 )
-from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Opening, Thought, compiled
+from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Opening, Pattern, Thought, compiled
 from xrunner.server.api.tools import MAX_NAME
 
 MAX_SPACE = 64
@@ -76,6 +77,9 @@ class OutputReader:
         self._space: list[str] = []
         """White space after a call. It counts as text only if other text follows."""
         self._is_after_call = False
+        self._inner: OutputReader | None = None
+        """Reads what may be calls at the end of reasoning that has no mark at its end."""
+        self._fed = 0
         self._attempts = 0
         self._shows: Literal["reasoning", "text", "call"] = "text"
         self._has_start = False
@@ -160,14 +164,38 @@ class OutputReader:
         if (at := self._held.find(self._mark.end)) >= 0:
             self._said["reasoning"].append(self._take(at).rstrip())
             self._take(len(self._mark.end))
-            self._step = self._after
+            self._step, self._inner = self._after, None
             return
-        out = self._held[: len(self._held) - (0 if self._is_end else overlap(self._held, self._mark.end))]
+        begins = self._begins if self._takes_calls else ()
+        if begins and (found := self._trigger.search(self._held)) is not None:
+            self._call_in_reasoning(found.start())
+            return
+        held = 0 if self._is_end else max(overlap(self._held, mark) for mark in (self._mark.end, *begins))
+        out = self._held[: len(self._held) - held]
         shown = out.rstrip()
         if not self._is_end and len(shown) < len(out) - MAX_SPACE:
             shown = out
         self._said["reasoning"].append(shown)
         self._take(len(self._held) if self._is_end else len(shown))
+
+    def _call_in_reasoning(self, at: int) -> None:
+        """Hold back what begins like a call until it is known whether the reasoning ends here or goes on behind it."""
+        if self._inner is None:
+            shown = self._held[:at].rstrip()
+            self._said["reasoning"].append(self._take(len(shown)))
+            self._inner, self._fed = OutputReader(self._format, types=self._types), at - len(shown)
+        text = self._inner.push(self._held[self._fed :], is_end=self._is_end).text
+        self._fed = len(self._held)
+        calls = self._inner.found.calls()
+        is_whole = bool(calls) and all(is_object(call.function.arguments) for call in calls)
+        if text.strip() or (self._is_end and not is_whole):
+            held = 0 if self._is_end else overlap(self._held, self._mark.end)
+            self._said["reasoning"].append(self._take(len(self._held) - held))
+            self._inner = None
+        elif self._is_end:
+            self._take(len(self._held))
+            for call in calls:
+                self._add(Call(call.function.name, call.function.arguments, call.id))
 
     def _after(self) -> None:
         self._skip_space()
@@ -306,20 +334,49 @@ class OutputReader:
     def _value(self) -> None:
         """Read a parameter's value. White space next to its tags is dropped if it is a line break."""
         assert self._opening.tags is not None
-        mark = self._opening.tags[1]
-        self._awaited = mark[-1]
-        end = self._held.find(mark)
+        begin, mark = self._opening.tags
+        types = self._types.get(self._name, {})
+        end, size = self._value_end(compiled(begin), mark)
         if end < 0 and not self._is_end:
             return
+        value = self._held[: max(end, 0)]
+        for found in compiled(begin).whole.finditer(value):  # some models leave closing tags out
+            before = value[: found.start()]
+            if found["key"] in types and before.endswith("\n") and mark not in value:
+                end, size = found.start(), 0
+                break
         text = self._take(len(self._held) if end < 0 else end)
-        self._take(len(mark))
-        self._awaited, self._step = "", self._parameters
+        self._take(size)
+        self._step = self._parameters
         if end >= 0:
             text = text.removeprefix("\n").removesuffix("\n")
-            types = self._types.get(self._name, {}).get(self._key, frozenset({TEXT}))
+            value = parameter(text, types.get(self._key, frozenset({TEXT})))
             before = ", " if self._num_parameters else "{"
-            self.found.append(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {parameter(text, types)}")
+            self.found.append(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {value}")
             self._num_parameters += 1
+
+    def _value_end(self, tag: Pattern, mark: str) -> tuple[int, int]:
+        """Return where a parameter's value ends and the length of its closing tag, or -1 if more text is needed.
+
+        A closing tag that nothing of a call follows belongs to the value.
+        """
+        follows = (self._opening.close, mark, *self._format.after, *self._begins)
+        first = at = self._held.find(mark)
+        while at >= 0:
+            rest = self._held[at + len(mark) :].lstrip()
+            if (not rest and self._is_end) or rest.startswith(follows) or tag.whole.match(rest):
+                return at, len(mark)
+            if not self._is_end and (any(each.startswith(rest) for each in follows) or tag.partial.fullmatch(rest)):
+                return -1, 0
+            at = self._held.find(mark, at + 1)
+        if not self._is_end:
+            return -1, 0
+        if first >= 0:
+            return first, len(mark)
+        if (at := self._held.rfind(self._opening.close)) < 0:
+            return -1, 0
+        lines = self._held[:at].rstrip().rpartition("\n")
+        return (len(lines[0]), at - len(lines[0])) if lines[2].startswith(mark[:-1]) else (at, 0)
 
     def _between(self) -> None:
         rest = self._held.lstrip()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from xrunner.server.api.calls import is_object
 from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.protocol import (
     MAX_LOGPROBS,
@@ -360,13 +361,7 @@ def _status(finish: str | None) -> str:
 
 def _ended(kind: Kind, text: str, *, is_cut: bool) -> str:
     """Agents run calls that are completed, so a call that was cut off is not."""
-    if is_cut and kind == "call":
-        try:
-            msgspec.json.decode(text)
-            return "completed"
-        except (ValueError, RecursionError):
-            pass
-    return "incomplete" if is_cut else "completed"
+    return "incomplete" if is_cut and not (kind == "call" and is_object(text)) else "completed"
 
 
 def _listed(items: bytes | bytearray) -> msgspec.Raw:
