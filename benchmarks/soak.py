@@ -99,6 +99,7 @@ class Soak:
                     self._is_front_gone = True
                 os.kill(self._pid(server, victim), signal.SIGKILL)
                 if victim == "front":
+                    self._note_failures(server)
                     await asyncio.to_thread(stack.close)
                     server = await asyncio.to_thread(stack.enter_context, started(*self._words))
                     self._is_front_gone = False
@@ -107,9 +108,15 @@ class Soak:
                 print(f"{victim} killed; answered after {self.row.kills[victim]} s; {self.row}", flush=True)
             await asyncio.gather(*asking)
             await self._count_decisions(client)
+        self._note_failures(server)
         stack.close()
         self.row.seconds = self._seconds
         return self.row
+
+    def _note_failures(self, server: Served) -> None:
+        for line in server.lines:
+            if "re-planning failed" in line:
+                print(line, flush=True)
 
     def _pid(self, server: Served, victim: str) -> int:
         if victim != "planner":

@@ -218,7 +218,13 @@ class BackgroundPlanner:
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         try:
-            answer = await self._answer(plan, observation)
+            try:
+                answer = await self._answer(plan, observation)
+            except TimeoutError:
+                raise
+            except OSError:  # the process was killed, which says nothing about the question
+                await self.close()
+                answer = await self._answer(plan, observation)
         except OSError as error:
             await self.close()
             raise MachineError(f"planning failed: {str(error) or type(error).__name__}") from None
