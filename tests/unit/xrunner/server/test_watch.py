@@ -211,7 +211,7 @@ def test_a_question_whose_planner_was_killed_is_asked_again(monkeypatch: pytest.
     monkeypatch.setattr(BackgroundPlanner, "_ask", ask)
     planner = BackgroundPlanner(fake_plan(), problem("opt-13b", "h200x1", "summarization", 1.5).profile)
     lengths = observe_lengths([3] * 400, [8] * 400, fake_plan().workload)
-    with pytest.raises(MachineError, match="^planning failed: no plan$"):
+    with pytest.raises(MachineError, match=r"^planning failed: no plan$"):
         asyncio.run(planner.propose(fake_plan(), lengths))
 
 
