@@ -169,7 +169,7 @@ def run(case: Case, state: Path) -> dict[str, Row]:
                 "cluster": case.cluster,
                 "latency_bound_s": case.latency_bound_s,
             }
-            asked |= {"ttft_s": case.ttft_s, "attain": ATTAIN}
+            asked |= {"ttft_s": case.ttft_s, "attain": ATTAIN, "slo_window": "day"}
             request = FleetRequest(trace=Path(case.name), interval_s=case.interval_s, **asked)
             write_atomic(path, dump_json(plan_fleet_of(case.draw(seed), request)))
     fleet, best = (load_json(state / f"{case.name}.{seed}.json", FleetPlan, "fleet") for seed in (0, 1))

@@ -143,6 +143,11 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         return InfeasibleError(
             f"fix: {fixed} needs {needed} devices, {have}; lower a degree, or take a larger cluster", binding="fix"
         )
+    if tp > problem.cluster.devices_per_node:
+        says = (
+            f"devices of a tensor-parallel group are in one machine, which has {problem.cluster.devices_per_node} here"
+        )
+        return InfeasibleError(f"fix: {fixed}: {says}; fix pp={tp} instead, or lower tp", binding="fix")
     if candidates.placements.num_devices == 1 and any("microbatches" in name for name in problem.fixed):
         accepted = "only a pipeline over several devices has micro-batches: leave them out"
         return InfeasibleError(f"fix: {fixed}: {accepted}", binding="fix")

@@ -122,6 +122,12 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
         InputError: the plan is for another engine, or the checkpoint is missing, broken, or of another shape.
     """
     check_xgpt_runs(plan, ray)
+    if ray is not None:
+        from xrunner.cluster import on_ray  # Ray is an optional package
+
+        nodes, gpus = nodes_of(plan, plan.devices_per_replica), plan.cluster.device.type == "gpu"
+        devices = plan.devices_per_replica // nodes
+        on_ray.examine(ray, nodes * plan.replicas, devices, gpus=gpus, checkpoint=plan.checkpoint)
     if plan.checkpoint is not None:
         from xrunner.weights import Checkpoint, check_weights
 

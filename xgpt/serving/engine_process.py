@@ -151,7 +151,8 @@ def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
         from xrunner.cluster import on_ray  # Ray is an optional package
 
         count = nodes_of(plan, total)
-        machines = on_ray.reserve(ray, count, total // count, gpus=plan.cluster.device.type == "gpu")
+        gpus = plan.cluster.device.type == "gpu"
+        machines = on_ray.reserve(ray, count, total // count, gpus=gpus, checkpoint=plan.checkpoint)
         workers = Workers(total, host=on_ray.host(), machines=machines)
     executor = RemoteExecutor(workers, deployment)
     try:

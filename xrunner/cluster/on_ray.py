@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -19,8 +20,8 @@ import msgspec
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.network import reach
@@ -36,6 +37,14 @@ from xrunner.cluster.launching import (
 
 MEET_S = 600.0
 """Seconds within which Ray must find enough machines, for example after the loss of one, and Ray's head must answer."""
+LOOK_S = 120.0
+"""Seconds within which a machine must say what it has."""
+REMEDIES = {
+    "Python": "use the same Python on all machines",
+    "Ray": "install the same Ray on all machines",
+    "xgpt": "install the same xgpt-serve[ray] on all machines",
+    "checkpoint": "copy the same checkpoint to the same path of all machines",
+}
 AGAIN_S = 1.0
 """Seconds between two attempts to reach Ray's head, or to start a launcher."""
 _connecting = threading.Lock()
@@ -43,7 +52,7 @@ _connecting = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
-def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
+def reserve(address: str, count: int, devices: int, *, gpus: bool, checkpoint: str | None = None) -> MachineGroup:
     """Reserve devices on machines of a Ray cluster. The returned group starts launchers there and later frees the
     devices.
 
@@ -52,7 +61,7 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
 
     Raises:
         InputError: no Ray cluster is at that address.
-        MachineError: the cluster had too few free devices for `MEET_S` seconds.
+        MachineError: the cluster had too few free devices for `MEET_S` seconds, or a machine differs from this one.
     """
     _connect(address)
     bundle = {"GPU": float(devices)} if gpus else {"CPU": float(devices)}
@@ -62,8 +71,101 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
     except GetTimeoutError:
         wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines within {MEET_S:.0f} s"
         raise MachineError(f"Ray did not find {wanted}; `ray status` shows its resources") from None
+    placed = placement_group_table(group)["bundles_to_node_id"].values()
+    try:
+        _compare([node for node in ray.nodes() if node["NodeID"] in placed], checkpoint)
+    except MachineError:
+        _free(group)
+        raise
     launches = [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
     return MachineGroup(launches, partial(_free, group))
+
+
+def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: str | None) -> None:
+    """Check that a Ray cluster has `devices` devices on one machine `count` times, and that its machines are like this
+    one. Nothing is reserved.
+
+    Raises:
+        InputError: no Ray cluster is at that address.
+        MachineError: the cluster has too few machines with enough devices, or one differs from this machine.
+    """
+    _connect(address)
+    try:
+        kind = "GPU" if gpus else "CPU"
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= devices]
+        places = sum(int(node["Resources"][kind] // devices) for node in nodes)
+        if places < count:
+            says = (
+                f"the plan needs {devices} {kind}s in each of {count} places, and the Ray cluster has {places} of these"
+            )
+            raise MachineError(f"{says}: see `ray status`")
+        _compare(nodes, checkpoint)
+    finally:
+        ray.shutdown()
+
+
+def _compare(nodes: Sequence[Mapping[str, Any]], checkpoint: str | None) -> None:
+    """Compare what runs on nodes with what runs here, before any worker starts.
+
+    Raises:
+        MachineError: versions or the checkpoint differ. The message names the machine, both values and the remedy.
+    """
+    look, here = _looking(), _looking()(checkpoint)
+    calls = []
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        calls.append(ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy).remote(checkpoint))
+    for node, call in zip(nodes, calls, strict=True):
+        name = node["NodeManagerAddress"]
+        try:
+            there = ray.get(call, timeout=LOOK_S)
+        except RayError as error:
+            raise MachineError(f"machine {name} does not answer: {str(error).splitlines()[0]}") from None
+        for what, value in here.items():
+            if there[what] != value:
+                has = there[what] or f"no {what}"
+                raise MachineError(f"machine {name} has {has}, and this one {value}: {REMEDIES[what]}")
+
+
+def _looking() -> Callable[[str | None], dict[str, str]]:
+    """Return the function that looks at a machine. Ray sends its code there, which may lack xgpt."""
+
+    def look(checkpoint: str | None) -> dict[str, str]:
+        import hashlib
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+        from importlib.util import find_spec
+        from pathlib import Path
+
+        def sampled(path: Path, name: str) -> bytes:
+            size = path.stat().st_size
+            digest = hashlib.sha256(f"{name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(17):  # the whole of a small file, and of a large one its head, end and 15 places
+                    file.seek(max(0, size - 65536) * i // 16)
+                    digest.update(file.read(65536))
+            return digest.digest()
+
+        def of_files(root: Path, pattern: str) -> str:
+            files = sorted(path for path in root.rglob(pattern) if path.is_file())
+            return hashlib.sha256(b"".join(sampled(path, str(path.relative_to(root))) for path in files)).hexdigest()
+
+        found = {"Python": f"Python {platform.python_version()}"}
+        try:
+            found["Ray"] = f"Ray {version('ray')}"
+        except PackageNotFoundError:
+            found["Ray"] = ""
+        specs = [find_spec(name) for name in ("xgpt", "xrunner")]
+        roots = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
+        code = "".join(of_files(root, "*.py") for root in roots)
+        short = hashlib.sha256(code.encode()).hexdigest()[:12]
+        found["xgpt"] = f"xgpt with the code {short}" if len(roots) == len(specs) else ""
+        if checkpoint is not None:
+            is_there = Path(checkpoint).is_dir()
+            found["checkpoint"] = f"the checkpoint {of_files(Path(checkpoint), '*')[:12]}" if is_there else ""
+        return found
+
+    return look
 
 
 def _free(group: PlacementGroup) -> None:
