@@ -167,9 +167,9 @@ def load_in_words(load: AtLoad, *, windows: bool = True) -> str:
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start = "Next best"
     if found.best.unverified and not offer.unverified:
-        start = "Verified by measurements"
+        start = "Best that measurements verify"
     elif offer.unverified and not found.best.unverified:
-        start = f"Not verified by measurements ({', '.join(offer.unverified)})"
+        start = f"Next best (not verified by measurements: {', '.join(offer.unverified)})"
     load, gain = offer.at_load, found.runner_up_gain
     text = f"{start}: {_in_short(offer, found.best)}"
     if gain is not None and gain.factor is not None:
