@@ -213,10 +213,10 @@ def test_a_plan_given_as_a_fleet_is_named(xgpt: Xgpt, plan: Path) -> None:
     )
 
 
-def test_a_group_wider_than_a_machine_is_not_blamed_on_memory(xgpt: Xgpt, tmp_path: Path) -> None:
+def test_a_group_wider_than_a_machine_is_not_blamed_on_memory(xgpt: Xgpt) -> None:
     link = "{bandwidth_bytes_per_s: 12.5e+9, latency_s: 10.0e-6}"
     text = f"name: two\ndevice: h100-80gb-hbm3\nnum_nodes: 2\ndevices_per_node: 1\ninter_node: {link}\nhost: {link}\n"
-    (tmp_path / "two.yaml").write_text(text)
+    Path("two.yaml").write_text(text)
     asked = ("--model", "llama-3.1-8b", "--cluster", "two.yaml", "--workload", "orca", "--latency-bound", "20")
     line = xgpt.fails(1, "plan", *asked, "--fix", "tp=2", "--policy", "orca")
     assert "in one machine, which has 1 here; fix pp=2 instead" in line
