@@ -49,10 +49,11 @@ test-vllm: $(VLLM)/.installed
 
 # Others' clients, unmodified, each in an environment of its own under build/clients.
 CLIENTS := openai langchain-openai openai-agents pydantic-ai-slim[openai] anthropic litellm guidellm \
-           lm-eval[api],transformers
+           lm-eval[api],transformers,jinja2 instructor smolagents[openai] llama-index-llms-openai-like haystack-ai \
+           dspy inspect-ai,openai outlines,openai semantic-kernel autogen-ext[openai]
 test-clients: $(VENV)/.installed-test
 	for client in $(CLIENTS); do \
-	  place=build/clients/$${client%%[*}; [ -x $$place/bin/python ] || { $(PYTHON) -m venv $$place && $$place/bin/pip install -q $$(echo "$$client" | tr , " "); } || exit; \
+	  name=$${client%%,*}; place=build/clients/$${name%%[*}; [ -x $$place/bin/python ] || { $(PYTHON) -m venv $$place && $$place/bin/pip install -q $$(echo "$$client" | tr , " "); } || exit; \
 	done
 	if command -v npm > /dev/null; then npm install --silent --no-save --prefix build/clients/codex @openai/codex; fi
 	XGPT_CLIENTS=build/clients $(BIN)/python -m pytest tests/clients

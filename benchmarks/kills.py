@@ -2,7 +2,9 @@
 
     python -m benchmarks.kills [--times 20] [--only engine] [--json kills.json]
 
-`xgpt serve` runs a small model with tensor parallelism on two cores. SIGKILL ends its engine, a worker or the launcher.
+`xgpt serve` runs a small model with tensor parallelism on two cores. SIGKILL ends its engine, a worker or the launcher;
+with --ray, on two Ray nodes of this machine, the head's GCS, the other node's raylet or an actor. Nodes of Ray are
+started again at once, as a supervisor would.
 A server ends after four losses, so each one gets three. With requests, eight streams run during the kill. Every stream
 must have the tokens of an undisturbed engine. A killed front must leave nothing behind, and the time is that until the
 next server answers.
@@ -15,10 +17,12 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -27,12 +31,15 @@ import numpy as np
 
 from benchmarks.lib.served_plans import PLANS, SPEC, Served, left_over, one_lane, plan, served
 from xgpt.client import ClientRequest, replay
-from xgpt.core.processes import children_of
+from xgpt.core.network import reach
+from xgpt.core.processes import children_of, end_with_parent, free_port
 from xgpt.serving.engine_process import build_engine
 from xrunner.generation import Generation
 
 STREAMS, PER_SERVER, WITHIN_S = 8, 3, 120.0
 VICTIMS = ("engine", "worker", "launcher", "front")
+OF_RAY = ("actor", "raylet", "head")
+START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--disable-usage-stats", "--block"]
 
 
 @dataclass
@@ -99,12 +106,83 @@ def fresh() -> Iterator[Served]:
         yield server
 
 
-async def one_kill(server: Served, row: KillRow, expected: list[list[int]]) -> None:
+class RayNodes:
+    """Two Ray nodes on this machine."""
+
+    def __init__(self, directory: str) -> None:
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        self._directory = directory
+        self._head = self._start_head()
+        self._second = self._start_second()
+
+    def _start_head(self) -> subprocess.Popen[bytes]:
+        port = self.address.rpartition(":")[2]
+        words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._directory}"]
+        head = subprocess.Popen([*START, *words], stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
+        end_s = time.monotonic() + WITHIN_S
+        while time.monotonic() < end_s and not _answers(self.address):
+            time.sleep(0.2)
+        return head
+
+    def _start_second(self) -> subprocess.Popen[bytes]:
+        words = [*START, f"--address={self.address}"]
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
+
+    def kill(self, victim: str) -> None:
+        """Kill a process of Ray, and start its node again."""
+        node = self._head if victim == "head" else self._second
+        children = {program_of(pid): pid for pid in children_of(node.pid)}
+        if victim == "actor":
+            actors = [pid for pid in children_of(children["raylet"]) if b"Machine" in title_of(pid)]
+            os.kill(actors[0], signal.SIGKILL)
+            return
+        os.kill(children["gcs_server" if victim == "head" else "raylet"], signal.SIGKILL)
+        node.wait(WITHIN_S)
+        if victim == "head":
+            self._head = self._start_head()
+            self._second.terminate()
+            self._second.wait(WITHIN_S)
+        self._second = self._start_second()
+
+    def close(self) -> None:
+        for node in (self._second, self._head):
+            node.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(30)
+
+
+def title_of(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def program_of(pid: int) -> str:
+    return os.path.basename(title_of(pid).split(b"\0")[0]).decode()
+
+
+def _answers(address: str) -> bool:
+    try:
+        reach(address)
+    except OSError:
+        return False
+    return True
+
+
+async def one_kill(server: Served, row: KillRow, expected: list[list[int]], nodes: RayNodes | None = None) -> None:
     streams = asyncio.create_task(replay(server.url, requests(STREAMS), concurrency=STREAMS)) if row.is_loaded else None
     await asyncio.sleep(0.3)
-    os.kill(victim_of(server, row.victim), signal.SIGKILL)
     began_s = time.monotonic()
+    killing = None
+    if nodes is None:
+        os.kill(victim_of(server, row.victim), signal.SIGKILL)
+    else:
+        killing = asyncio.create_task(asyncio.to_thread(nodes.kill, row.victim))
+        await asyncio.sleep(0.5)
     results = await replay(server.url, requests(STREAMS)[:1], concurrency=1)
+    if killing is not None:
+        await killing
     row.back_s.append(round(time.monotonic() - began_s, 2))
     results += [] if streams is None else await streams
     wanted = expected[:1] + expected[: len(results) - 1]
@@ -142,16 +220,31 @@ def measure(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
     return row
 
 
+def measure_on_ray(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
+    while len(row.back_s) < times:
+        with tempfile.TemporaryDirectory() as directory:
+            nodes = RayNodes(directory)
+            try:
+                with served(PLANS["TP 2"](), Path(directory), "--ray", nodes.address) as server:
+                    asyncio.run(asyncio.wait_for(one_kill(server, row, expected, nodes), 3 * WITHIN_S))
+                    row.ended += server.process.poll() is not None
+            finally:
+                nodes.close()
+    return row
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--times", type=int, default=20)
-    options.add_argument("--only", choices=VICTIMS)
+    options.add_argument("--ray", action="store_true", help="kill processes of Ray")
+    options.add_argument("--only", choices=(*VICTIMS, *OF_RAY))
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     expected, rows = undisturbed(STREAMS), []
-    for victim in [given.only] if given.only else VICTIMS:
+    measured = measure_on_ray if given.ray else measure
+    for victim in [given.only] if given.only else OF_RAY if given.ray else VICTIMS:
         for is_loaded in (False, True)[: 1 if victim == "front" else 2]:
-            rows.append(measure(KillRow(victim, is_loaded), given.times, expected))
+            rows.append(measured(KillRow(victim, is_loaded), given.times, expected))
             print(rows[-1], flush=True)
             if given.json:
                 given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -26,6 +26,18 @@ SCRIPTS = {
     "anthropic": "anthropic_client.py",
     "litellm": "litellm_client.py",
 }
+FURTHER = {
+    "instructor": "instructor",
+    "smolagents": "smolagents",
+    "llama-index-llms-openai-like": "llama_index",
+    "haystack-ai": "haystack",
+    "dspy": "dspy",
+    "inspect-ai": "inspect_ai",
+    "outlines": "outlines",
+    "semantic-kernel": "semantic_kernel",
+    "autogen-ext": "autogen",
+}
+"""By client, its function in further_clients.py."""
 pytestmark = pytest.mark.skipif(not os.environ.get("XGPT_CLIENTS"), reason="XGPT_CLIENTS names no environments")
 
 
@@ -58,6 +70,12 @@ def run(client: str, *words: str, **variables: str) -> str:
 def test_a_library(client: str, target: Target) -> None:
     script = Path(__file__).parent / SCRIPTS[client]
     assert "done" in run(client, "python", str(script), f"{target.url}/v1", target.model)
+
+
+@pytest.mark.parametrize("client", FURTHER)
+def test_a_tool_and_a_schema(client: str, target: Target) -> None:
+    script = Path(__file__).with_name("further_clients.py")
+    assert "done" in run(client, "python", str(script), f"{target.url}/v1", target.model, FURTHER[client])
 
 
 def test_guidellm(target: Target, checkpoint: Path, tmp_path: Path) -> None:

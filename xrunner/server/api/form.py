@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xrunner.grammar import json_rule, ranges, whole_grammar
+from xrunner.grammar import choice_rule, json_rule, ranges, whole_grammar
 from xrunner.server.api.calls import Types
 from xrunner.server.api.formats import (
     HERMES,
@@ -167,7 +167,7 @@ class OutputForm:
             each.head if each.is_object else calls.begins[0] * (each.head[0] == "%") + each.head for each in openings
         ]
         if not heads:
-            return ""
+            return self._between_tags({name: each for name, each in schemas.items() if each is not ANY_ARGUMENTS})
         marked = next((token for token in calls.special if heads[0].startswith(token)), None)
         rules, free = [], calls.free
         if marked is None:
@@ -200,8 +200,32 @@ class OutputForm:
                 ]:
                     ways.append(f"{self._parts(before)} {name} {self._parts(after)} WS? {json_rule(schema)}")
             rules += [f"tag: TEXT <[{calls.special[marked]}]> WS? ({' | '.join(ways)})", others]
-        other = f"other: TEXT <[{ranges(free)}]>\n" if free else ""
-        return f"answer: (tag{' | other' if free else ''})* text\n{other}text: TEXT\n" + "\n".join(rules) + "\n"
+        return _mixed(rules, free)
+
+    def _between_tags(self, held: Schemas) -> str:
+        """Strict functions get their parameters in the schema's order, with values of the schema's types."""
+        openings = (each for each in self.calls.openings if each.tags is not None and each.head.endswith(">"))
+        opening = next(openings, Opening(""))
+        texts = (opening.head, opening.close, *(opening.tags or ()))
+        if opening.tags is None or not held or any(token in text for token in self.calls.special for text in texts):
+            return ""
+        begin, end = opening.tags
+        rules = [f"valued[lazy]: TEXT /{_expression(end, '')}/"]
+        for number, (name, schema) in enumerate(held.items()):
+            parameters = []
+            for key, value in schema.get("properties", {}).items():
+                options, kind = value.get("enum"), value.get("type")
+                written = f"GAP? {json_rule(value)} GAP? {json.dumps(end)}"
+                if options and all(isinstance(option, str) for option in options):
+                    written = f"GAP? {choice_rule(options)} GAP? {json.dumps(end)}"
+                elif not isinstance(kind, str) or kind == "string":
+                    written = "valued"
+                is_needed = key in schema.get("required", ())
+                tag = json.dumps(begin.replace("%k", key).replace("%-", "").replace("%a", ""))
+                parameters.append(f"(GAP? {tag} {written}){'' if is_needed else '?'}")
+            rules.append(f"tag_{number}: trigger_{number} {' '.join(parameters)} GAP? {json.dumps(opening.close)}")
+            rules.append(f"trigger_{number}[lazy]: TEXT /{_expression(opening.head, re.escape(name))}/")
+        return _mixed([*rules, f"tag: {' | '.join(f'tag_{number}' for number in range(len(held)))}"], self.calls.free)
 
     def _parts(self, pattern: str) -> str:
         found = re.split(r"(%[i_-])", pattern)
@@ -230,6 +254,11 @@ class OutputForm:
             ways.append(f'{channel} "final" (" "? {constrain} "json")? {message} {formatted}')
         analysis = f'analysis: {channel} "analysis" {message} TEXT {end} {start} "assistant"\n'
         return f"start: analysis* ({' | '.join(ways)})\n{analysis}{head}{TEXT_RULE}"
+
+
+def _mixed(rules: Sequence[str], free: frozenset[int]) -> str:
+    other = f"other: TEXT <[{ranges(free)}]>\n" if free else ""
+    return f"answer: (tag{' | other' if free else ''})* text\n{other}text: TEXT\n" + "\n".join(rules) + "\n"
 
 
 def _expression(head: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -136,7 +136,7 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         chat = ChatRequest(
             messages=messages,
             continue_final_message=is_begun or None,
-            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tools=[Tool(Function(each.name, each.description, each.input_schema)) for each in self.tools or ()] or None,
             tool_choice=None if self.tool_choice is None else _choice(self.tool_choice),
             **self.common(Sampled),
             **fields,
@@ -229,10 +229,6 @@ def _arguments(given: msgspec.Raw) -> str:
     return text if text.startswith("{") else refuse("messages", "the input of a call must be an object")
 
 
-def _tool(tool: ClientTool) -> Tool:
-    return Tool(Function(tool.name, tool.description, tool.input_schema))
-
-
 def _choice(choice: Choosing) -> ToolChoice:
     if choice.type == "tool":
         return NamedTool(
@@ -258,12 +254,7 @@ class MessagesWriter(BlockWriter):
         yield named_event("message_start", message=self._message | empty)
 
     def opened(self, block: AnswerBlock) -> Iterator[bytes]:
-        content: dict[str, Any] = {"type": "text", "text": ""}
-        if block.kind == "reasoning":
-            content = {"type": "thinking", "thinking": "", "signature": ""}
-        elif block.call is not None:
-            content = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
-        yield named_event("content_block_start", index=self._num_blocks - 1, content_block=content)
+        yield named_event("content_block_start", index=self._num_blocks - 1, content_block=_content(block, ""))
 
     def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         delta = {
@@ -284,16 +275,8 @@ class MessagesWriter(BlockWriter):
     def failure(self, error: ApiError) -> bytes:
         return named_event("error", error=anthropic_error(error))
 
-    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
-        content: list[dict[str, Any]] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-        if choice.text or not (content or choice.calls):
-            content.append({"type": "text", "text": choice.text})
-        for call in choice.calls:
-            arguments = call.function.arguments
-            input_ = msgspec.Raw(arguments.encode() if is_object(arguments) else b"{}")  # it may be cut off
-            content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": input_})
+    def answer(self, blocks: Sequence[tuple[AnswerBlock, str]], choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+        content = [_content(block, text) for block, text in blocks]
         stopped = self._stopped(choice.finish, choice.stopped_at, choice.num_tokens, has_calls=bool(choice.calls))
         return self._message | {"content": content, **stopped, "usage": _usage(prompt, choice.num_tokens)}
 
@@ -311,6 +294,15 @@ class MessagesWriter(BlockWriter):
         elif has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stopped_at}
+
+
+def _content(block: AnswerBlock, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.call is None:
+        return {"type": "text", "text": text}
+    arguments = msgspec.Raw(text.encode() if is_object(text) else b"{}")  # it may be cut off
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 
 def _usage(prompt: PromptTokens, output_tokens: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -292,19 +292,10 @@ class ResponsesWriter(BlockWriter):
         failed = self._response("failed", self._items, None) | {"error": {"code": code, "message": str(error)}}
         return said + self._event("response.failed", response=failed)
 
-    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+    def answer(self, blocks: Sequence[tuple[AnswerBlock, str]], choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
         logprobs = _listed(b"" if choice.logprobs is None else choice.logprobs.items("content"))
-        items = []
-        if choice.reasoning:
-            items.append(self._item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed"))
-        if choice.text or not (items or choice.calls):
-            items.append(self._item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
-        for call in choice.calls:
-            called = call.function
-            items.append(self._calls.item(new_id("fc"), call.id, called.name, called.arguments, "completed"))
-        kind: Kind = "call" if choice.calls else "text"
-        last = choice.calls[-1].function.arguments if choice.calls else ""
-        items[-1]["status"] = _ended(kind, last, is_cut=choice.finish == "length")
+        items = [self._item(block, text, "completed", logprobs) for block, text in blocks]
+        items[-1]["status"] = _ended(blocks[-1][0].kind, blocks[-1][1], is_cut=choice.finish == "length")
         return self._response(_status(choice.finish), items, self._usage(prompt, choice.num_tokens))
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:

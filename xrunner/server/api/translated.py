@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
+from xrunner.server.api.calls import CallPiece
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.protocol import ChatRequest, Parts, TextPart
 from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
 
 if TYPE_CHECKING:
-    from xrunner.server.api.calls import CallPiece
     from xrunner.server.api.choices import Choice
 
 Kind = Literal["reasoning", "text", "call"]
@@ -101,8 +101,8 @@ class BlockWriter(AnswerWriter):
         """Yield the events after the last block."""
 
     @abstractmethod
-    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
-        """Return the answer to a request that does not stream."""
+    def answer(self, blocks: Sequence[tuple[AnswerBlock, str]], choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+        """Return the answer to a request that does not stream. `blocks`: its blocks with their texts."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         self._num_reasoning += delta.is_reasoning
@@ -135,7 +135,13 @@ class BlockWriter(AnswerWriter):
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
         (choice,) = choices
         self._num_reasoning = choice.num_reasoning
-        yield msgspec.json.encode(self.answer(choice, prompt))
+        blocks = [(self._open("reasoning", 0, None), choice.reasoning)] if choice.reasoning else []
+        if choice.text or not (blocks or choice.calls):
+            blocks.append((self._open("text", 0, None), choice.text))
+        for number, call in enumerate(choice.calls):
+            piece = CallPiece(number, call.id, call.function.name, "")
+            blocks.append((self._open("call", number, piece), call.function.arguments))
+        yield msgspec.json.encode(self.answer(blocks, choice, prompt))
 
     def _open(self, kind: Kind, number: int, call: CallPiece | None) -> AnswerBlock:
         prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[kind]

@@ -151,19 +151,8 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 def _page(
     pages: Pages, path: str, read: Callable[[], Callable[[], Any]], media_type: str = "application/json"
 ) -> Route:
-    """`read` runs in the event loop, and what it returns beside it."""
-
-    def making() -> Callable[[], bytes]:
-        make = read()
-
-        def made() -> bytes:
-            value = make()
-            return value if isinstance(value, bytes) else msgspec.json.encode(value)
-
-        return made
-
     async def show(_: Request) -> Response:
-        return Response(await pages.get(path, making), media_type=media_type)
+        return Response(await pages.get(path, read), media_type=media_type)
 
     return Route(path, show, methods=["GET"])
 

@@ -335,6 +335,46 @@ def test_a_free_output_writes_text_or_calls_with_json(small: Path, kind: str, wi
     assert not holds(grammars, tokenizer, strict, f'{head}{{"place": "Paris"}}{end}')
 
 
+TAGGED = {
+    "Qwen3-Coder": (
+        "<tool_call>\n<function=weather>\n",
+        "<parameter={}>\n{}\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    "MiniMax M2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n',
+        '<parameter name="{}">{}</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("kind", TAGGED)
+def test_parameters_of_a_strict_function_have_its_types(small: Path, kind: str, with_tokens: bool) -> None:
+    head, parameter, end = TAGGED[kind]
+    format_ = call_formats()[kind]
+    marks = [text for text in (*format_.begins, *format_.ends) if text.endswith("tool_call>")] * with_tokens
+    grammars, tokenizer, tokens = grammars_of(small, marks, special=True)
+    form = OutputForm(format_.written_with(tokens))
+    properties = {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer"}, "note": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["place"]}
+    strict = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}
+    tools = msgspec.convert([strict, {"type": "function", "function": {"name": "now"}}], list[Tool])
+    grammar = form.grammar(tools, "auto")
+
+    def is_held(*given: tuple[str, str]) -> bool:
+        text = f"So. {head}{''.join(parameter.format(*each) for each in given)}{end}"
+        return not holds(grammars, tokenizer, grammar, text)
+
+    assert grammar is not None and holds(grammars, tokenizer, grammar, "Any text: <function=, <invoke.")
+    assert holds(grammars, tokenizer, grammar, f"{head}{end}".replace("weather", "now"))
+    assert not is_held(("place", "Rome"))
+    assert not is_held(("place", "Oslo"), ("days", "3"), ("note", "a <b>\n</c>"))
+    assert is_held(("place", "Paris")) and is_held(("place", "Rome"), ("days", "three")) and is_held(("days", "3"))
+    assert is_held(("place", "Rome"), ("nope", "x"))
+
+
 DOCUMENTS = (
     *("{}", "{ }", "{\n}", '{"place":"Rome"}', '{"place": "Rome"}', '{"place" : "Rome"}', '{ "place":"Rome" }'),
     *('{\n  "place": "Rome",\n  "days": [1, 2]\n}', '{\t"a":\t1\r\n}', '{"b":1,"a":"x"}', '{"a":"x","b":1,"c":null}'),
