@@ -21,10 +21,10 @@ import numpy as np
 
 from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import Offer, Plan, Profile
-from xgpt.core.workload import TraceLengths
+from xgpt.core.load import NO_GROWTH, KeptByWindow, LogLoad
+from xgpt.core.schema import Plan, Profile
 from xgpt.requests import plan_request
-from xgpt.resolve import load_trace
+from xgpt.resolve import load_of
 from xsimulator.run import replay_trace, times_of
 
 MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "Qwen/Qwen3-14B": (1, 2)}
@@ -32,13 +32,12 @@ MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "
 CLUSTERS = {"h100x1": 1, "h200x1": 1, "a40x4": 4}
 NUM_REQUESTS = (150, 600)
 EDGE = 0.004
-"""A share of kept requests that differs from the required one by less may be judged either way by two simulations."""
+"""If the verdict would differ with a required share lower or higher by this, two simulations may judge it either way."""
 
 
 class Case(NamedTuple):
     asked: dict[str, Any]
     command: str
-    log: TraceLengths
 
 
 def draw(number: int, folder: Path) -> Case:
@@ -70,21 +69,20 @@ def draw(number: int, folder: Path) -> Case:
     command += f" --max-num-seqs {int(rng.choice([32, 128, 256]))}" if rng.random() < 0.6 else ""
     command += f" --max-num-batched-tokens {int(rng.choice([2048, 8192]))}" if rng.random() < 0.5 else ""
     asked = {"cluster": cluster, "workload": str(path), "policy": "chunked", **bounds}
-    trace = load_trace(str(path))
-    assert trace is not None
-    return Case(asked, command, trace)
+    return Case(asked, command)
 
 
-def share_kept(plan: Plan, profile: Profile, log: TraceLengths) -> float:
-    """Return the share of a log's requests that keep the bounds, by running every step of each replica."""
-    kept, count = 0, len(log.input)
+def replayed(plan: Plan, profile: Profile, load: LogLoad) -> KeptByWindow:
+    """Return the shares of a log's requests that keep the bounds, by running every step of each replica."""
+    log = load.requests
+    kept = np.zeros(len(log.input), bool)
     for replica in range(plan.replicas):
-        part = log.take(np.arange(replica, count, plan.replicas))
-        one, number = plan.but(replicas=1), len(part.input)
-        _, steps = replay_trace(one, profile, plan.workload, part, number)
-        times = times_of(one, steps, number, part.output).later(plan.request_path_s)
-        kept += int((times.excess(plan.constraint.all_bounds) <= 1).sum())
-    return kept / count
+        own = np.arange(replica, len(kept), plan.replicas)
+        part, one = log.take(own), plan.but(replicas=1)
+        _, steps = replay_trace(one, profile, plan.workload, part, len(own))
+        times = times_of(one, steps, len(own), part.output).later(plan.request_path_s)
+        kept[own] = times.excess(plan.constraint.all_bounds) <= 1
+    return load.kept(kept)
 
 
 def check(found: Compared, case: Case) -> tuple[str, str]:
@@ -92,29 +90,21 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
     assert found.current is not None and told.now is not None
     first = told.rejected if told.action == "keep" else told.best
     assert first is not None
-    quantile = found.best.constraint.quantile
-    kept = {
-        "now": (told.now, share_kept(found.current, profile, case.log)),
-        "plan": (first, share_kept(found.best, profile, case.log)),
-    }
-    wrong = []
-    for name, (offer, share) in kept.items():
-        said = said_share(offer)
-        if (said >= quantile) != (share >= quantile) and abs(share - quantile) > EDGE:
-            wrong.append(f"{name}: said {said:.4f}, replayed {share:.4f}")
-    now, then = (said_share(offer) >= quantile for offer, _ in kept.values())
-    right = {(False, True): "change", (True, False): "keep"}.get((now, then))
-    if now and then:
+    quantile, load = found.best.constraint.quantile, load_of(case.asked["workload"], NO_GROWTH)
+    assert load is not None
+    wrong, holds = [], []
+    for name, offer, plan in (("now", told.now, found.current), ("plan", first, found.best)):
+        said, seen = offer.at_load, replayed(plan, profile, load)
+        holds.append(said is not None and said.holds)
+        if holds[-1] not in {seen.holds(quantile - EDGE), seen.holds(quantile + EDGE)}:
+            wrong.append(f"{name}: said {said}, replayed {seen.share:.4f}, worst window {seen.worst_share}")
+    right = {(False, True): "change", (True, False): "keep"}.get((holds[0], holds[1]))
+    if all(holds):
         right = "change" if first.num_devices < told.now.num_devices else "keep"
     if right is not None and told.action != right:
         wrong.append(f"{told.action} instead of {right}")
-    return f"{told.action}; now keeps: {'yes' if now else 'no'}, plan keeps: {'yes' if then else 'no'}", "; ".join(
-        wrong
-    )
-
-
-def said_share(offer: Offer) -> float:
-    return 0.0 if offer.at_load is None or offer.at_load.share_kept is None else offer.at_load.share_kept
+    now, then = ("yes" if each else "no" for each in holds)
+    return f"{told.action}; now keeps: {now}, plan keeps: {then}", "; ".join(wrong)
 
 
 def main() -> None:
