@@ -32,7 +32,7 @@ MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "
 CLUSTERS = {"h100x1": 1, "h200x1": 1, "a40x4": 4}
 NUM_REQUESTS = (150, 600)
 EDGE = 0.004
-"""If the verdict would differ with a required share lower or higher by this, two simulations may judge it either way."""
+"""If a required share lower or higher by this changes the verdict, two simulations may judge it either way."""
 
 
 class Case(NamedTuple):

@@ -104,6 +104,7 @@ class Simulated:
         steps: the executed steps, with their times. Empty if the run was simulated by counts.
         spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
+        load: the part of a log that was replayed, or None.
     """
 
     plan: PlanDraft
@@ -113,6 +114,7 @@ class Simulated:
     times: RequestTimes | None = None
     kept: dict[str, float] = field(default_factory=dict)
     windows: KeptByWindow | None = None
+    load: LogLoad | None = None
 
     @property
     def figures(self) -> dict[str, float]:
@@ -142,7 +144,8 @@ class Simulated:
             return self
         part = share_of_replica(load.requests, self.plan).take(np.arange(len(self.times.whole_s)))
         is_kept = self.times.excess(self.plan.constraint.all_bounds) <= 1
-        return replace(self, windows=replace(load, requests=part).kept(is_kept))
+        load = replace(load, requests=part)
+        return replace(self, windows=load.kept(is_kept), load=load)
 
     def chrome_trace(self) -> str:
         """Return the steps as a Chrome trace, which Perfetto opens."""

@@ -206,7 +206,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     rows = [
         [
-            "none" if factor is None else f"x{factor:g}: {bounds_in_words(plan.constraint)}",
+            "none" if factor is None else f"x{factor:g}: {bounds_in_words(best.constraint.looser(factor))}",
             plan.policy.kind,
             f"{maximised(plan):.3f}",
             f"{100 * (maximised(plan) / maximised(best) - 1):+.1f}%",

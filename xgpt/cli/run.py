@@ -18,6 +18,8 @@ from xgpt.core.io import dump_json, load_json, sha256
 from xgpt.core.schema import Plan, UrlReport
 from xgpt.core.schema.documents import SessionsOutput, SimulateOutput
 from xgpt.deciding import words
+from xgpt.deciding.load import of_log
+from xgpt.deciding.recommend import BESIDE
 from xgpt.reporting import plan_text
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_trace
@@ -57,7 +59,7 @@ def summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.ranges_from_rows(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
-    beside = {} if planned.beside is None else {"other shape": planned.beside}
+    beside = {} if planned.beside is None else {BESIDE: planned.beside}
     yield render.plans_table({**planned.plans, **beside})
     yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
@@ -151,20 +153,16 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
         write(file, run.chrome_trace())
     if asked["own_times"]:
         _tell_share(asked)
+    kept = None
+    if run.load is not None and run.windows is not None and run.windows.worst is not None:
+        kept = of_log(run.load, run.windows, run.plan.constraint.quantile)
     if as_json:
-        figures: dict[str, Any] = {**run.figures, "goodput_by_class": run.kept or None}
-        if run.windows is not None and run.windows.worst is not None:
-            figures |= {"worst_window": run.windows.worst.name, "worst_window_goodput": run.windows.worst_share}
-        found = SimulateOutput.model_validate(figures)
+        found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None, "at_load": kept})
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))
-        if run.windows is not None and run.windows.worst is not None:
-            kept, worst = run.windows, run.windows.worst
-            click.echo(
-                f"{kept.share:.2%} of the log's requests keep the bounds; in the worst window ({worst.name}, "
-                f"{worst.rate_per_s:.3g} requests/s) {kept.worst_share:.2%}"
-            )
+        if kept is not None:
+            click.echo(f"Your load{'' if kept.holds else ', too much for this plan'}: {words.load_in_words(kept)}.")
         if not run.steps:
             click.echo(
                 "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "

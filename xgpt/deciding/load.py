@@ -63,20 +63,26 @@ def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
         holds=rate_of(plan) >= load.rate_per_s,
     )
     kept = load.kept(plan, profile)
-    return found if kept is None or load.log is None else replayed(found, kept, load.log, plan.constraint.quantile)
+    if kept is None or load.log is None:
+        return found
+    seen = of_log(load.log, kept, plan.constraint.quantile)
+    # The replay overrules the rate of the log's busiest window, but not a rate that the user states.
+    holds = seen.holds and (found.holds or bool(load.window))
+    return seen.but(rate_per_s=load.rate_per_s, window=load.window, confidence=found.confidence, holds=holds)
 
 
-def replayed(found: AtLoad, kept: KeptByWindow, log: LogLoad, quantile: float) -> AtLoad:
-    """Return what is kept at a load, with what a replay of the log shows, which overrules the rate of its busiest
-    window.
-    """
-    return found.but(
+def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
+    """Return what a replay of a log kept."""
+    busiest = log.busiest
+    return AtLoad(
+        rate_per_s=1.0 if busiest is None else busiest.rate_per_s,
+        window="" if busiest is None else busiest.name,
         num_requests=len(log.requests.input),
         share_kept=kept.share,
         busiest_share_kept=kept.busiest_share,
         worst_window="" if kept.worst is None else kept.worst.name,
         worst_share_kept=kept.worst_share,
-        holds=kept.holds(quantile) and (found.holds or bool(found.window)),
+        holds=kept.holds(quantile),
     )
 
 

@@ -23,7 +23,7 @@ from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
 from xsimulator.session_rate import SessionTrial, per_session
 
-BESIDE = "beside"
+BESIDE = "other shape"
 """Name of the gain of the plan beside the best."""
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""

@@ -207,7 +207,7 @@ def _cluster(each: OfferedCluster) -> str:
     if each.num_devices is None or each.cost_per_hour is None:
         return f"{each.name} ({each.price_per_device_hour:g} an hour each): not enough: {each.why_not}"
     text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
-    return f"{text}; {each.why_not}." if each.why_not else f"{text}, the cheapest."
+    return f"{text}; {each.why_not}." if each.why_not else f"{text}: the cheapest."
 
 
 def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
@@ -253,10 +253,11 @@ def gain_in_words(found: Recommendation) -> str:
     if gain.factor.value < 1:
         start = "Rate"
     unit = gain.unit.replace(" within the bounds", "")
-    text = f"{start}: {gain.factor.value:.2f} times ({gain.then:.3g} against {gain.now:.3g} {unit})"
+    rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
     if gain.per_device is None:
-        return text + _likely(gain.factor)
-    return f"{text}, per device {gain.per_device.value:.2f}{_likely(gain.per_device)}"
+        return f"{start}: {gain.factor.value:.2f} times{_likely(gain.factor)}: {rates}"
+    each = f"per device {gain.per_device.value:.2f}{_likely(gain.per_device)}"
+    return f"{start}: {gain.factor.value:.2f} times ({rates}), {each}"
 
 
 def _likely(factor: Ranged) -> str:

@@ -110,8 +110,7 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue
-        why = f"{fewest.number} of its devices cost more"
-        choices.append(ClusterChoice(problem, fewest, price * fewest.number, why))
+        choices.append(ClusterChoice(problem, fewest, price * fewest.number, fewest.why_not_fewer or "one costs more"))
     choices.sort(key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
     first, *others = choices
     return choices if first.fewest is None else [replace(first, why_not=""), *others]

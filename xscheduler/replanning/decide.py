@@ -90,6 +90,8 @@ def judged(
     """
     situation = Situation.of(plan, profile, observation, slowdown)
     verdict = _judged(situation, terms or Terms(), observation.num_requests)
+    if observation.cause == "asked":
+        verdict = _kept_at_load(situation, verdict, observation.num_requests)
     return replace(verdict, num_unbuilt=len(situation.unbuilt))
 
 
@@ -117,6 +119,16 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
         f"{situation.plan.constraint.quantile:.1%} should"
     )
     return replace(verdict, reason=f"{kept}; {verdict.reason}")
+
+
+def _kept_at_load(situation: Situation, verdict: Verdict, num_requests: int) -> Verdict:
+    """A user who asks is told to keep a plan that keeps the bounds at the observed load, as `xgpt compare` tells. A
+    server that judges by itself also changes for headroom, since a swap costs it nothing.
+    """
+    rate, by_rate = situation.arrival_rate_per_s, verdict.running.arrival_rate_per_s is not None
+    if rate is None or num_requests < RATE_REQUESTS or not (verdict.switch and by_rate and verdict.running.keeps_bound):
+        return verdict
+    return replace(verdict, switch=False, reason=f"it keeps the bounds at your load, {rate:.3g} requests/s")
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.plan import Plan
-from xgpt.core.schema.recommendation import Recommendation
+from xgpt.core.schema.recommendation import AtLoad, Recommendation
 from xgpt.core.schema.report import BenchReport
 
 
@@ -136,10 +136,8 @@ class SimulateOutput(Frozen):
     """Share of prompt tokens whose K/V was in the cache."""
     goodput: float | None = None
     """Share of requests that keep every bound of the plan or, with classes, of their class."""
-    worst_window: str | None = None
-    """The window of a replayed log in which the smallest share of requests keeps the bounds."""
-    worst_window_goodput: float | None = None
-    """The share of its requests that keep the bounds."""
+    at_load: AtLoad | None = None
+    """What a replayed log keeps, whole and in its windows. Null if no log with times was replayed."""
     goodput_by_class: dict[str, float] | None = None
     """For each class, the share of its requests that keep the bounds of the class."""
     ttft_mean_s: float | None = None

@@ -69,6 +69,15 @@ def test_the_plan_that_keeps_a_higher_arrival_rate_takes_over() -> None:
     assert decision.best.latency_s * (1 + plan.constraint.headroom) <= 8.0
 
 
+def test_who_asks_is_told_to_keep_a_plan_that_holds_the_load_and_a_server_swaps_for_headroom() -> None:
+    """`xgpt compare` judges so, too: a change needs a reason."""
+    quiet = observed(1.0, 0.5, 0.2 * rate_of(running()))
+    decision, plan = propose(running(), OF.profile, quiet)
+    assert decision.running.keeps_bound and decision.best is not None and decision.gain >= 0.05
+    assert plan is None and decision.action == "keep" and "it keeps the bounds at your load" in decision.reason
+    assert propose(running(), OF.profile, quiet.model_copy(update={"cause": "lengths"}))[1] is not None
+
+
 def test_an_encoder_decoder_goes_over_to_a_plan_for_other_lengths() -> None:
     subject = problem("t5-11b", "h200x1", "translation")
     constraint = Constraint(latency_bound_s=6.0)
