@@ -68,7 +68,7 @@ docs: $(VENV)/.installed
 results: $(VENV)/.installed
 	$(BIN)/python -m tools.make_results
 
-# The gallery of questions that plans answer, into docs/gallery: some minutes.
+# The gallery of questions that plans answer, into docs/gallery, and the figures of its charts: some minutes.
 gallery: $(VENV)/.installed
 	$(BIN)/python -m tools.make_gallery
 

@@ -1,4 +1,5 @@
-"""Write docs/gallery: questions that plans answer, each with its commands, a picture and two sentences.
+"""Write docs/gallery: questions that plans answer, each with its commands and two sentences, and the figures of its
+two charts.
 
     python -m tools.make_gallery
 
@@ -16,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
-from matplotlib import rcParams
-from matplotlib.figure import Figure
-
+from benchmarks.lib.results import store, table
+from xgpt.core.io import write_atomic
 from xgpt.core.schema import Plan
 from xgpt.core.schema.plan import rate_of as rate
 
-rcParams["svg.hashsalt"] = "xgpt"  # so that equal figures give equal files
 OUT = Path(__file__).parents[1] / "docs/gallery"
-COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#6b7785")
 PLAN = "xgpt plan --latency-bound"
 
 Found = dict[str, Plan]
@@ -37,19 +35,12 @@ class Entry:
 
     Attributes:
         commands: the commands by label.
-        value: returns the plan's figure that is drawn.
-        unit: unit of this figure.
         says: returns the sentences.
-        series: if labels are "NAME, X", the quantity X over which lines are drawn instead of bars.
     """
 
-    slug: str
     question: str
     commands: dict[str, str]
-    value: Callable[[Plan], float]
-    unit: str
     says: Callable[[Found], str]
-    series: str | None = None
 
 
 def throughput(plan: Plan) -> float:
@@ -77,14 +68,11 @@ CHAT = "--workload chat-short --ttft 2 --ttft-quantile 0.99"
 
 ENTRIES = (
     Entry(
-        "cheaper-device",
         "Which is cheaper for a chat in which 99% of first tokens come within 2 s: four A100 or one H200?",
         {
             "4 x A100": f"{PLAN} 20 --model llama-3.1-8b --cluster a100x16 --devices 4 {CHAT}",
             "1 x H200": f"{PLAN} 20 --model llama-3.1-8b --cluster h200x1 {CHAT}",
         },
-        rate,
-        "arrivals/s",
         lambda found: (
             f"Four A100 serve {rate(found['4 x A100']):.0f} requests a second, and one H200 serves "
             f"{rate(found['1 x H200']):.0f}. If an A100 costs $1.40 an hour and an H200 $2.90, a million requests "
@@ -93,59 +81,11 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "three-gpus",
-        "What does a third H200 add for Llama 3.1 70B, if tensor parallelism needs a power of two?",
-        {f"{count} devices": f"{PLAN} 30 {H200} --devices {count}" for count in (2, 3, 4)},
-        rate,
-        "arrivals/s",
-        lambda found: (
-            f"Two H200 serve {rate(found['2 devices']):.2f} requests a second, three serve "
-            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. The plan for three is "
-            f"{policy(found['3 devices'])}, on a pipeline with stages of "
-            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices."
-        ),
-    ),
-    Entry(
-        "rra-or-chunked",
-        "How much more does chunked prefill serve than RRA?",
-        {
-            f"{kind}, {bound}": f"{PLAN} {bound} --objective saturated --policy {kind} {LLAMA8}"
-            for kind in ("rra", "chunked")
-            for bound in (4, 8, 16, 32, 64)
-        },
-        throughput,
-        "req/s, saturated",
-        lambda found: (
-            "Under a bound of 8 s, chunked prefill serves "
-            f"{ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times as many requests as RRA. Under 64 s, it "
-            f"serves {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times as many. Under RRA, a request "
-            "waits for the next step that encodes prompts. A loose bound leaves time for this wait."
-        ),
-        series="latency bound, s",
-    ),
-    Entry(
-        "looser-bound",
-        "What does a looser latency bound buy?",
-        {f"llama-3.1-70b, {bound}": f"{PLAN} {bound} {LLAMA70}" for bound in (10, 12, 15, 20, 30, 60)},
-        rate,
-        "arrivals/s",
-        lambda found: (
-            f"If the bound grows from 10 to 15 s, the rate grows by a factor of "
-            f"{ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f}. From 30 to 60 s, it grows by a factor of "
-            f"{ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f}. A further second gains most "
-            "if the bound is tight."
-        ),
-        series="latency bound, s",
-    ),
-    Entry(
-        "objective",
         "Is the plan with the highest throughput also the plan with the highest arrival rate?",
         {
             "arrivals": f"{PLAN} 10 {QWEN32}",
             "saturated": f"{PLAN} 10 {QWEN32} --objective saturated",
         },
-        rate,
-        "arrivals/s",
         lambda found: (
             f"At saturation, when requests are always waiting, the plan for the highest throughput "
             f"({policy(found['saturated'])}) serves "
@@ -156,11 +96,8 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "share",
         "What does it cost to keep a bound for 999 of 1,000 requests instead of for 900?",
         {f"{share}": f"{PLAN} 15 {LLAMA70} --quantile {share}" for share in (0.9, 0.99, 0.999)},
-        rate,
-        "arrivals/s",
         lambda found: (
             f"If 90% of requests must keep the bound, the rate is {rate(found['0.9']):.1f} a second; for 99% it is "
             f"{rate(found['0.99']):.1f}, and for 99.9% {rate(found['0.999']):.1f}. If nearly all requests must keep "
@@ -168,38 +105,11 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "how-many",
-        "How many H100 does Llama 3.1 70B need for 2, 6 and 12 requests a second, each within 15 s?",
-        {f"{each}/s": f"{PLAN} 15 {LLAMA70} --arrival-rate {each} --devices auto" for each in (2, 6, 12)},
-        lambda plan: float(plan.num_devices),
-        "devices",
-        lambda found: (
-            f"Llama 3.1 70B needs {found['2/s'].num_devices} H100 for 2 requests a second, {found['6/s'].num_devices} "
-            f"for 6, and {found['12/s'].num_devices} for 12. Even for a small load, the devices must hold all weights "
-            "and answer within 15 s."
-        ),
-    ),
-    Entry(
-        "batching",
-        "How much more does iteration-level batching serve than static batches?",
-        {kind: f"{PLAN} 20 --policy {kind} {LLAMA8}" for kind in ("static", "orca", "chunked")},
-        rate,
-        "arrivals/s",
-        lambda found: (
-            f"ORCA's schedule serves {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
-            f"and chunked prefill serves {ratio(found, 'chunked', 'static'):.1f} times as many. In a static batch, the "
-            "slot of a request that has ended stays empty until the longest output of the batch has ended."
-        ),
-    ),
-    Entry(
-        "eight-bits",
         "How much more does a model serve in float8 than in bfloat16?",
         {
             dtype: f"{PLAN} 30 --model qwen3-32b --cluster h200x1 --workload azure-conv --dtype {dtype}"
             for dtype in ("bfloat16", "float8")
         },
-        rate,
-        "arrivals/s",
         lambda found: (
             f"On one H200, Qwen3-32B serves {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests in float8. "
             "The weights take half the memory and are read in half the time. The freed memory holds more keys and "
@@ -207,14 +117,11 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "experts",
         "Does a mixture of experts serve more than a dense model of the same size?",
         {
             "Qwen3-32B": f"{PLAN} 30 --model qwen3-32b --cluster h200x1 --workload azure-conv",
             "Qwen3-30B-A3B": f"{PLAN} 30 --model qwen3-30b-a3b --cluster h200x1 --workload azure-conv",
         },
-        rate,
-        "arrivals/s",
         lambda found: (
             f"Within 30 s, Qwen3-30B-A3B serves {rate(found['Qwen3-30B-A3B']):.1f} requests a second, and Qwen3-32B "
             f"serves {rate(found['Qwen3-32B']):.1f}: {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many. "
@@ -223,14 +130,11 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "code-or-chat",
         "Does a request for code need as much time as a request in a conversation?",
         {
             name: f"{PLAN} 8 --model llama-3.1-8b --cluster h200x1 --workload {name}"
             for name in ("azure-code", "azure-conv")
         },
-        rate,
-        "arrivals/s",
         lambda found: (
             f"One H200 serves {rate(found['azure-code']):.0f} requests of the code trace a second, and "
             f"{rate(found['azure-conv']):.0f} of the conversation trace. Requests for code have longer prompts and "
@@ -239,11 +143,8 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "engine",
         "How much more does a device serve with a newer version of vLLM?",
         {engine: f"{PLAN} 8 {LLAMA8} --engine {engine}" for engine in ("vllm-0.10", "vllm-0.15", "vllm-0.32")},
-        rate,
-        "arrivals/s",
         lambda found: (
             f"With vLLM 0.32, one H200 serves {ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as "
             "with vLLM 0.10. By default, vLLM 0.32 schedules a step while the previous step runs, so less time passes "
@@ -251,6 +152,49 @@ ENTRIES = (
         ),
     ),
 )
+
+
+CHARTS = {
+    "bounds": (
+        "Arrivals a second under a latency bound, by policy: Llama 3.1 70B on eight H100, azure-conv.",
+        ("policy", "bound, s", "arrivals/s"),
+        {
+            f"{kind}, {bound}": f"{PLAN} {bound} --policy {kind} {LLAMA70}"
+            for kind in ("static", "orca", "chunked", "rra", "waa")
+            for bound in (10, 15, 20, 30, 60)
+        },
+    ),
+    "devices": (
+        "Arrivals a second by the number of devices: Llama 3.1 70B, azure-conv, within 15 s.",
+        ("device", "devices", "arrivals/s"),
+        {
+            f"{device}, {count}": f"{PLAN} 15 --model llama-3.1-70b --cluster {cluster} --workload azure-conv "
+            f"--devices {count}"
+            for device, cluster in (("H200", "h200x8"), ("H100", "h100x8"))
+            for count in range(2, 9)
+        },
+    ),
+}
+"""Charts: what they show, columns, and commands by "SERIES, X"."""
+HEAD = """# Gallery
+
+Each answer rests on the plans of the commands below it, with step times from datasheets. `make gallery` makes this page
+and `make results` its figures.
+
+## What does a looser latency bound buy, and which policy wins?
+
+![Arrivals a second under a latency bound, by policy](bounds.svg)
+
+    xgpt plan --latency-bound 15 --policy chunked --model llama-3.1-70b --cluster h100x8 --workload azure-conv
+
+## What does one more device add?
+
+![Arrivals a second by the number of devices](devices.svg)
+
+Two and three devices keep no bound of 15 s. Five and six serve hardly more than four: groups of four decode fastest.
+
+    xgpt plan --latency-bound 15 --model llama-3.1-70b --cluster h200x8 --workload azure-conv --devices 3
+"""
 
 
 def run(command: str) -> Plan | None:
@@ -263,68 +207,31 @@ def run(command: str) -> Plan | None:
     return Plan.model_validate_json(ran.stdout) if ran.returncode == 0 else None
 
 
-def draw(entry: Entry, found: Found, path: Path) -> None:
-    """Draw a picture of each plan's value."""
-    figure = Figure(figsize=(7, 2.6 if entry.series else 0.8 + 0.4 * len(found)))
-    axes = figure.add_subplot()
-    if entry.series is None:
-        labels, values = list(found), [entry.value(plan) for plan in found.values()]
-        bars = axes.barh(labels, values, color=COLOURS[0], height=0.6)
-        axes.bar_label(
-            bars,
-            [f"{value:.3g} ({policy(plan)})" for value, plan in zip(values, found.values(), strict=True)],
-            padding=4,
-        )
-        axes.invert_yaxis()
-        axes.set_xlim(right=1.25 * max(values))
-    else:
-        for colour, name in zip(COLOURS, dict.fromkeys(label.partition(", ")[0] for label in found), strict=False):
-            points = [
-                (float(label.partition(", ")[2]), entry.value(plan))
-                for label, plan in found.items()
-                if label.startswith(f"{name}, ")
-            ]
-            axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
-        axes.set_xscale("log")
-        axes.set_xticks(sorted({float(label.partition(", ")[2]) for label in found}))
-        axes.minorticks_off()
-        axes.set_xlabel(entry.series)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.legend(frameon=False)
-        axes.grid(color="#d9dfe6")
-    (axes.set_xlabel if entry.series is None else axes.set_ylabel)(entry.unit)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
-
-
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
     """Return the gallery in Markdown."""
-    parts = [
-        "# Gallery\n\nEach section answers a question by comparing plans. The commands below a figure compute its "
-        "numbers. They predict\nstep times from datasheets. `make gallery` makes this page and its figures.\n"
-    ]
+    parts = [HEAD]
     for entry, found in entries:
         commands = "\n".join(f"    {command}" for command in entry.commands.values())
-        parts.append(
-            f"## {entry.question}\n\n![{entry.question}]({entry.slug}.svg)\n\n"
-            f"{fill(entry.says(found), 120)}\n\n{commands}\n"
-        )
+        parts.append(f"## {entry.question}\n\n{fill(entry.says(found), 120)}\n\n{commands}\n")
     return "\n".join(parts)
 
 
 def main() -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    drawn = []
     with ThreadPoolExecutor(2) as pool:
+        for slug, (claim, columns, commands) in CHARTS.items():
+            plans = list(pool.map(run, commands.values()))
+            rows = [
+                [*label.split(", "), "-" if plan is None else f"{rate(plan):.4g}"]
+                for label, plan in zip(commands, plans, strict=True)
+            ]
+            store(f"figures/gallery/{slug}", claim, table(columns, rows))
+            print(slug, rows, flush=True)
+        drawn = []
         for entry in ENTRIES:
             plans = dict(zip(entry.commands, pool.map(run, entry.commands.values()), strict=True))
-            found = {label: plan for label, plan in plans.items() if plan is not None}
-            draw(entry, found, OUT / f"{entry.slug}.svg")
-            drawn.append((entry, found))
-            print(entry.slug, entry.says(found), flush=True)
-    (OUT / "index.md").write_text(page(drawn), encoding="utf-8")
+            drawn.append((entry, {label: plan for label, plan in plans.items() if plan is not None}))
+            print(entry.says(drawn[-1][1]), flush=True)
+    write_atomic(OUT / "index.md", page(drawn))
 
 
 if __name__ == "__main__":

@@ -46,15 +46,27 @@ def exegpt() -> str:
     for row in found.rows:
         cells = dict(zip(found.columns, row, strict=True))
         group = rows.setdefault(f"{cells['model']}, {cells['cluster']}", {})
-        for name, column in (("FT bounded to its longest output", "over FT"), ("to its p99", "over FT at p99")):
+        for name, column in (("FT at longest output", "over FT"), ("FT at p99", "over FT at p99")):
             group.setdefault(name, []).extend([] if cells[column] == "-" else [float(cells[column])])
     title = "ExeGPT Figures 6 and 8, predicted: throughput over FT"
     return svg.strips(title, rows, "times FT's throughput; bar: mean", [1, 2, 3, 5, 10, 20])
 
 
+def gallery(name: str, title: str, x_name: str, x_ticks: list[float], *, is_log: bool = False) -> str:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for label, x, y in stored("figures/gallery")[name].rows:
+        if y != "-":
+            series.setdefault(label, []).append((float(x), float(y)))
+    return svg.lines(title, series, x_name, x_ticks, is_log=is_log)
+
+
 def pictures() -> dict[Path, str]:
     """Return the text of each picture by its path."""
+    bounds = "latency bound of 99% of requests, s", [10.0, 15.0, 20.0, 30.0, 60.0]
     drawn = {f"images/{draw.__name__}": draw() for draw in (truth, orca, exegpt)}
+    drawn["gallery/bounds"] = gallery("bounds", "Llama 3.1 70B, eight H100: arrivals a second", *bounds, is_log=True)
+    devices = "devices", [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    drawn["gallery/devices"] = gallery("devices", "Llama 3.1 70B within 15 s: arrivals a second", *devices)
     return {DOCS / f"{name}.svg": text for name, text in drawn.items()}
 
 

@@ -262,7 +262,7 @@ def test_benchmarks_accept_the_options(command: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_gallery_says_what_its_commands_find() -> None:
-    from tools import make_gallery  # it imports matplotlib
+    from tools import make_gallery
 
     page = (ROOT / "docs/gallery/index.md").read_text(encoding="utf-8")
     words = " ".join(page.split())
