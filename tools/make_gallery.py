@@ -191,7 +191,7 @@ and `make results` its figures.
 
 ![Arrivals a second by the number of devices](devices.svg)
 
-Two and three devices keep no bound of 15 s. Five and six serve hardly more than four: groups of four decode fastest.
+Two and three devices keep no bound of 15 s. Five and six serve hardly more than four.
 
     xgpt plan --latency-bound 15 --model llama-3.1-70b --cluster h200x8 --workload azure-conv --devices 3
 """
