@@ -26,7 +26,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xsimulator.session_rate import SessionTrial
 
-CLUSTERS = ("h100x1", "h200x1", "a100x2", "h100x2", "l40sx4")
+CLUSTERS = (("h100x1", 1), ("h200x1", 1), ("a100x16", 2), ("h100x8", 2), ("l40sx8", 4))
 MODELS = ("llama-3.1-8b", "opt-13b", "qwen3-8b")
 
 
@@ -55,15 +55,20 @@ def random_law(rng: np.random.Generator, most: int) -> SessionLaw:
 
 def random_problem(rng: np.random.Generator) -> Problem:
     model = str(rng.choice(MODELS))
-    most = 2000 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
+    most = 1500 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
     workload = workload_of_law("random", random_law(rng, most))
     ttft, tpot = float(np.exp(rng.uniform(-1, 2))), float(np.exp(rng.uniform(-3.5, -1.5)))
     asked: dict[str, float] = {"ttft_s": ttft, "session_wait_s": float(ttft * rng.uniform(1, 12))}
     if rng.random() < 0.5:
         asked["tpot_s"] = tpot
-    cluster = str(rng.choice(CLUSTERS))
+    cluster, devices = CLUSTERS[int(rng.integers(len(CLUSTERS)))]
     request = plan_request(
-        model=model, cluster=cluster, workload=workload, quantile=float(rng.choice([0.9, 0.95, 0.99])), **asked
+        model=model,
+        cluster=cluster,
+        devices=devices,
+        workload=workload,
+        quantile=float(rng.choice([0.9, 0.95, 0.99])),
+        **asked,
     )
     return resolve(request)
 
@@ -161,7 +166,7 @@ def brute(problems: int) -> None:
         seed += 1
         rng = np.random.default_rng(10_000 + seed)
         problem = replace(random_problem(rng), fixed={"token_budget": int(rng.choice([512, 2048]))})
-        if problem.cluster.num_devices > 1:
+        if problem.max_devices != 1:
             continue
         try:
             plan = next(iter(found_in_sessions(problem).values())).plan

@@ -6,6 +6,7 @@ share of the sessions: all turns of a session go to the replica of its first tur
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,16 +21,21 @@ from xgpt.core.turns import Floats
 from xgpt.core.workload import TraceLengths, gamma_arrivals
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
+from xsimulator.session_routes import Route, run_routed
 from xsimulator.sessions import TurnTimes, run_sessions
 
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
 """A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
+MOST_ROUTED = 800
+"""Number of turns of a run on several replicas."""
 DRAWN_SESSIONS = 400
 """Number of sessions from which the mean number of turns is taken."""
 PRECISION = 0.02
 """Relative precision of the highest rate."""
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
+MOST_GROWTH = 2.0
+"""If turns wait more than so many times as long at the end of a run as at its beginning, the rate is not sustained."""
 SEED = 0
 
 
@@ -58,18 +64,35 @@ class SessionRun(NamedTuple):
 class SessionTrial:
     """Simulates the sessions that begin at one replica of a plan, at any rate.
 
+    Args:
+        route: simulate all replicas with this router instead. This takes longer.
+        keeps_nothing: whether every prompt is computed anew.
+
     Raises:
         InputError: the profile was not made for the plan's devices.
     """
 
-    def __init__(self, plan: PlanDraft, profile: Profile, seed: int = SEED) -> None:
+    def __init__(
+        self,
+        plan: PlanDraft,
+        profile: Profile,
+        seed: int = SEED,
+        *,
+        route: Route | None = None,
+        keeps_nothing: bool = False,
+    ) -> None:
         law = plan.workload.sessions
         assert law is not None
         self.plan, self._profile = plan, profile
         self._lanes = lanes_of(plan, profile)
         self.turns = turns_of(law)
-        count = max(LEAST_SESSIONS, int(MOST_TURNS / self.turns))
+        self._route = route
+        count = max(LEAST_SESSIONS, int((MOST_TURNS if route is None else MOST_ROUTED) / self.turns))
         self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
+        assert self.trace.sessions is not None
+        if keeps_nothing:
+            none = replace(self.trace.sessions, common=np.zeros_like(self.trace.sessions.common))
+            self.trace = self.trace._replace(sessions=none)
         assert self.trace.sessions is not None
         number = self.trace.sessions.session
         self.counts = (number >= count // 4) & (number < count - count // 4)
@@ -87,9 +110,13 @@ class SessionTrial:
         if rate not in self._known:
             assert self.trace.sessions is not None
             times = np.zeros(len(self.trace.input))
-            starts = self._starts_s * (self.plan.replicas / rate)
+            starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
             times[self.trace.sessions.first] = starts[self.trace.sessions.session[self.trace.sessions.first]]
-            run = run_sessions(self.plan, self._profile, self.trace._replace(timestamp_s=times), lanes=self._lanes)
+            sent = self.trace._replace(timestamp_s=times)
+            if self._route is None:
+                run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
+            else:
+                run = run_routed(self.plan, self._profile, sent, self._route)
             self._known[rate] = SessionRun(run, _excess(run, self.counts, self.plan.constraint), self.counts)
         return self._known[rate]
 
@@ -126,7 +153,10 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
     for bound, values in zip(constraint.session_bounds, (times.ttft_s, times.whole_s), strict=True):
         if bound is not None:
             found.append(float(np.quantile(per_session(times, counts, values), constraint.quantile)) / bound)
-    return max(found)
+    # A queue that grows would break any bound in a longer run.
+    thirds = np.array_split(of_turns.ttft_s[np.argsort(times.arrived_s[counts], kind="stable")], 3)
+    growth = float(thirds[2].mean() / max(thirds[0].mean(), 1e-9))
+    return max(*found, growth / MOST_GROWTH if growth > MOST_GROWTH else 0.0)
 
 
 class SharesKept(NamedTuple):

@@ -21,7 +21,7 @@ from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
-from xsimulator.session_rate import SessionTrial, per_session
+from xsimulator.session_rate import SessionTrial, per_session, turns_of
 
 BESIDE = "other shape"
 """Name of the gain of the plan beside the best."""
@@ -151,7 +151,9 @@ def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
     Args:
         varied: the range of the gain per device.
     """
-    found = Gain(unit="requests/s within the bounds", now=rate_of(now), then=rate_of(best))
+    law = best.workload.sessions
+    turns, what = (1.0, "requests") if law is None else (turns_of(law), "sessions")
+    found = Gain(unit=f"{what}/s within the bounds", now=rate_of(now) / turns, then=rate_of(best) / turns)
     if found.now <= 0:
         return found
     value, more = found.then / found.now, best.num_devices / now.num_devices

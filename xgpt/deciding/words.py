@@ -66,6 +66,10 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     if load is not None:
         told = load.but(confidence=None) if found.sizes else load
         yield LATER, f"Your load: {load_in_words(told, windows=found.now is None)}."
+    if found.now is not None and found.now.sessions is not None:
+        now = found.now.sessions
+        text = f"Yours: {now.rate_per_s:.3g} sessions/s; later turns find {100 * now.reused_by_turn[-1]:.0f}%"
+        yield LATER, f"{text}, and sessions wait {now.wait_s:.3g} s in all."
     if found.gain is not None:
         yield LATER, f"{gain_in_words(found)}."
     if found.runner_up is not None:
@@ -140,11 +144,10 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
             f"Replayed whole, {_percent(found.log_turns_kept)} of your log's turns and "
             f"{_percent(found.log_sessions_kept)} of its sessions keep their bounds."
         )
-    if found.balanced_per_s is not None:
-        yield (
-            f"Route by session: {found.rate_per_s:.3g} sessions/s, against {found.balanced_per_s:.3g} if each turn may "
-            "go to any replica."
-        )
+    if found.routed:
+        best = min(found.routed, key=lambda name: found.routed[name][1])
+        said = [f"{seconds(wait)} by {name} ({100 * share:.0f}% found)" for name, (share, wait) in found.routed.items()]
+        yield f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
 def load_in_words(load: AtLoad, *, windows: bool = True) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from xgpt.core.schema import MixingEdge, PlanDraft, Profile, ReuseEstimate
 from xgpt.resolve import load_engine
 from xscheduler.arrival_rate import closed_rate
@@ -17,7 +19,8 @@ from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
-from xsimulator.session_rate import SessionTrial, session_capacity
+from xsimulator.session_rate import MOST_ROUTED, SessionTrial, per_session, session_capacity
+from xsimulator.session_routes import Route
 
 
 def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Found]:
@@ -61,8 +64,21 @@ def with_capacity(
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))
 
 
-def in_sessions(plan: PlanDraft, profile: Profile, predicted: float | None = None) -> PlanDraft:
-    """Return a plan with the highest rate of sessions that it serves, and with what their turns find."""
+ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
+MOST_STEPS = 60_000
+"""Routers are compared if this takes no more steps of the simulated engine, about a second for 15,000."""
+COARSE = 0.1
+"""Relative precision of the rate without kept K/V."""
+
+
+def in_sessions(
+    plan: PlanDraft, profile: Profile, predicted: float | None = None, *, decides: bool = False
+) -> PlanDraft:
+    """Return a plan with the highest rate of sessions that it serves, and with what their turns find.
+
+    Args:
+        decides: whether to simulate the plan also without kept K/V and, with several replicas, under each router.
+    """
     trial = SessionTrial(plan, profile)
     found, sessions = session_capacity(plan, profile, predicted, trial=trial)
     if sessions is None:
@@ -74,7 +90,29 @@ def in_sessions(plan: PlanDraft, profile: Profile, predicted: float | None = Non
             int(sessions.kept_tokens / plan.replicas) // plan.block_size, min(stage.kv_blocks for stage in plan.stages)
         ),
     )
+    if decides:
+        rate = sessions.rate_per_s
+        alone = SessionTrial(plan, profile, keeps_nothing=True).highest(rate, COARSE)
+        routed = (
+            {route: _under(plan, profile, route, rate) for route in ROUTES}
+            if plan.replicas > 1 and _is_short(plan)
+            else {}
+        )
+        sessions = sessions.but(alone_per_s=alone, routed=routed)
     return plan.with_estimate(capacity=found, sessions=sessions, reuse=reuse)
+
+
+def _is_short(plan: PlanDraft) -> bool:
+    """Return whether a plan has several replicas, whose turns the simulated engine runs in a few seconds."""
+    steps = MOST_ROUTED * plan.workload.output.mean / max(plan.estimate.decode_batch, 1.0)
+    return plan.replicas > 1 and steps < MOST_STEPS
+
+
+def _under(plan: PlanDraft, profile: Profile, route: Route, rate: float) -> tuple[float, float]:
+    """Return what turns find, and a session's waiting, under a router."""
+    run, _, counts = SessionTrial(plan, profile, route=route).at(rate)
+    waits = per_session(run, counts, run.ttft_s)
+    return run.reused_share, float(np.quantile(waits, plan.constraint.quantile))
 
 
 DEAREST = 0.4

@@ -183,8 +183,8 @@ class _SessionSearch:
                 binding="arrival_rate_per_s",
             )
         return {
-            kind: Found(in_sessions(draft, self._problem.profile, rate).but(pinned=pinned), ceiling)
-            for kind, (draft, rate) in ordered
+            kind: Found(in_sessions(draft, self._problem.profile, rate, decides=not i).but(pinned=pinned), ceiling)
+            for i, (kind, (draft, rate)) in enumerate(ordered)
         }
 
     def _rankings(self) -> list[Scheduler]:

@@ -99,8 +99,11 @@ class SessionEstimate(Frozen):
     """Mean number of tokens whose K/V is kept for sessions that pause, on all replicas."""
     alone_per_s: float | None = None
     """Sessions a second of the same plan if no K/V is kept between turns, or None if not simulated."""
-    balanced_per_s: float | None = None
-    """Sessions a second if each turn goes to any replica, or None if there is one replica."""
+    routed: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """By how turns are routed (to the replica of their session, by prefix, or to the one with the fewest requests): the
+    share of prompt tokens found, and the constraint's quantile of a session's waiting in seconds, at this rate. Empty
+    means one replica, or not simulated.
+    """
     num_sessions: int
     """Number of simulated sessions that count."""
     log_turns_kept: float | None = None
