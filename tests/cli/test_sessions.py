@@ -58,3 +58,10 @@ def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
     slow = json.loads(xgpt("simulate", "plan.json", "--arrival-rate", str(rate / 4), "--json").out)
     assert slow["goodput_of_sessions"] >= 0.9 and slow["wait_s"]["p50"] <= plan["estimate"]["sessions"]["wait_s"]
     assert "it applies only to independent requests" in xgpt.fails(2, "simulate", "plan.json", "--clients", "3")
+
+
+def test_a_report_states_where_sessions_wait(xgpt: Xgpt) -> None:
+    xgpt("plan", *CHAT, "--session-wait", "4", "--ttft", "1", "--quantile", "0.9")
+    xgpt("report", "plan.json")
+    page = Path("report.html").read_text()
+    assert "turn 2, " in page and "session waiting" in page and "sessions/s" in page

@@ -11,7 +11,7 @@ from xgpt.comparing.flags import Given
 from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import Action, BoundKept, Gain, Measurement, OfferedCluster, Sized
+from xgpt.core.schema.recommendation import Action, BoundKept, BoundName, Gain, Measurement, OfferedCluster, Sized
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, at_load, enough
@@ -25,6 +25,8 @@ from xsimulator.session_rate import SessionTrial, per_session, turns_of
 
 BESIDE = "other shape"
 """Name of the gain of the plan beside the best."""
+BOUNDED: tuple[BoundName, ...] = ("latency", "TTFT", "TPOT", "session waiting", "session time")
+"""Names of what users bound, in the order of `times_at`."""
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
 
@@ -170,16 +172,11 @@ def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKep
     """Return the user's bounds, with the times that a plan reaches at a rate."""
     constraint = plan.constraint
     seen = times_at(plan, profile, rate_per_s) if rate_per_s > 0 and constraint.bounds_latency else (None,) * 5
-    bounds = (
-        ("latency", constraint.latency_bound_s, None),
-        ("TTFT", constraint.ttft_s, constraint.ttft_quantile),
-        ("TPOT", constraint.tpot_s, constraint.tpot_quantile),
-        ("session waiting", constraint.session_wait_s, None),
-        ("session time", constraint.session_time_s, None),
-    )
+    quantiles = (None, constraint.ttft_quantile, constraint.tpot_quantile, None, None)
+    bounds = zip(BOUNDED, (*constraint.bounds, *constraint.session_bounds), quantiles, strict=True)
     return tuple(
         BoundKept(
-            name=name,  # type: ignore[arg-type]
+            name=name,
             bound_s=bound,
             quantile=quantile or constraint.quantile,
             predicted_s=None if reached is None else float(np.quantile(reached, quantile or constraint.quantile)),

@@ -13,7 +13,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
 from xgpt.core.workload import ArrivalProcess
 from xgpt.deciding import words
-from xgpt.deciding.recommend import recommend
+from xgpt.deciding.recommend import BOUNDED, recommend, times_at
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
 from xgpt.reporting.plan_text import (
@@ -33,6 +33,8 @@ from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
 from xsimulator.measures import Measured
 from xsimulator.run import run_simulation, simulate
+from xsimulator.session_rate import SessionTrial
+from xsimulator.sessions import places_in_sessions
 
 if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
@@ -145,6 +147,8 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     """Simulate arrivals, and return the times of requests from arrival, or None if no rate keeps the bounds. The
     arrival rate is the plan's highest one or, without bounds, `LOAD_WITHOUT_BOUNDS` of the throughput at saturation.
     """
+    if plan.workload.sessions is not None:
+        return _in_sessions(plan, profile)
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
     times = Trial(plan, profile).at(rate) if rate else None
@@ -158,6 +162,24 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     ]
     goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
     return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson); times count from arrival{goodput}."}
+
+
+def _in_sessions(plan: Plan, profile: Profile) -> dict[str, object] | None:
+    """Simulate sessions at the plan's highest rate, and return where they wait and what their turns find."""
+    found = plan.estimate.sessions
+    if found is None:
+        return None
+    run, _, counts = SessionTrial(plan, profile).at(found.rate_per_s)
+    place = places_in_sessions(run.trace)
+    rows = []
+    for i, share in enumerate(found.reused_by_turn):
+        waits = run.ttft_s[counts & (place == i)]
+        if len(waits):
+            ends = {"mean": waits.mean()} | {f"p{q}": np.percentile(waits, q) for q in (50, 90, 99)}
+            name = f"turn {i + 1}, {100 * share:.0f}% found: time to first token, s"
+            rows.append({"name": name} | {end: f"{value:,.3f}" for end, value in ends.items()})
+    text = f"Simulated: {found.rate_per_s:.4g} sessions/s, about {found.at_once:.3g} at once. "
+    return {"rows": rows, "text": text + " ".join(words.session_lines(found))}
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
@@ -220,14 +242,14 @@ RATES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2)
 
 
 def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
-    trial, most = Trial(plan, profile), rate_of(plan)
+    most = rate_of(plan)
     points: dict[str, list[tuple[float, float]]] = {bound.name: [] for bound in told.bounds}
     for share in RATES:
-        if (times := trial.at(share * most)) is None:
-            break
-        seen = {"latency": times.whole_s, "TTFT": times.ttft_s, "TPOT": times.tpot_s}
+        seen = dict(zip(BOUNDED, times_at(plan, profile, share * most), strict=True))
         for bound in told.bounds:
-            reached = float(np.quantile(seen[bound.name], bound.quantile))
+            if (times := seen[bound.name]) is None:
+                continue
+            reached = float(np.quantile(times, bound.quantile))
             points[bound.name].append((share * most, reached / bound.bound_s))
     lines = [
         charts.Series(

@@ -106,6 +106,8 @@ def _drawn(spec: DaySpec, growth: Growth, rng: np.random.Generator) -> Day:
     for stage in spec.stages:
         seconds = 3600 * stage.hours
         workload = growth.workload(load_workload(stage.workload))
+        if workload.sessions is not None:
+            raise InputError("workload", stage.workload, "a fleet serves independent requests: give request lengths")
         count = int(rng.poisson(growth.rate * stage.rate_per_s * seconds))
         if count:
             times = gamma_arrivals(1.0, count + 1, 1.0, rng)

@@ -14,6 +14,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.estimate import SessionEstimate
 
 Action = Literal["run", "change", "keep"]
+BoundName = Literal["latency", "TTFT", "TPOT", "session waiting", "session time"]
 
 
 class Ranged(Frozen):
@@ -43,7 +44,7 @@ class Process(Frozen):
 class BoundKept(Frozen):
     """One of the user's bounds, and the margin that the plan leaves."""
 
-    name: Literal["latency", "TTFT", "TPOT", "session waiting", "session time"]
+    name: BoundName
     """What is bounded."""
     bound_s: PositiveFloat
     """Seconds of the bound."""
