@@ -364,7 +364,8 @@ class Space:
             return self._performance(model, {name: values[chosen] for name, values in {**columns, **less}.items()})
 
         left = None if self.left is None else self.left.of(columns)
-        return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
+        most = self.forecast.filled(columns, self.capacity) if self.between else columns
+        return Evaluation(self._performance(model, most), self, left, lesser if step else None)
 
     def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
         engine, is_chosen = self.limits.engine, "token_budget" in columns and "max_batch" not in self.fixed

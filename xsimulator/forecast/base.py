@@ -129,6 +129,12 @@ class Forecast(ABC, Generic[M]):
         most = min(getattr(plan.policy, self.load), int(inside))
         return self.estimate(model, plan.policy.but(**{self.load: most}))
 
+    def filled(self, columns: Mapping[str, Any], capacity: float) -> Mapping[str, Any]:
+        """Return the settings whose predictions bound those of settings that keep memory full. Memory holds `capacity`
+        requests on average.
+        """
+        return columns
+
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
         """Return which settings may be clearly better than predicted. The search uses upper bounds for them."""
         return np.zeros(len(found.throughput), bool)

@@ -51,6 +51,11 @@ class Waa(Forecast[TwoLaneModel]):
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
         return found.encode_batch <= found.peak_requests
 
+    def filled(self, columns: Mapping[str, Any], capacity: float) -> Mapping[str, Any]:
+        # Requests that wait for memory enter one by one, but those that wait for the cap only as a whole batch.
+        cap, batch = columns["max_decode_batch"], columns["encode_batch"]
+        return {**columns, "max_decode_batch": np.where(cap > capacity - 1, cap + batch / 2, cap)}
+
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
         return is_tight(found.peak_requests, found.encode_batch)
 
