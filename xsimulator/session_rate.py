@@ -26,6 +26,12 @@ from xsimulator.sessions import TurnTimes, run_sessions
 
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
 """A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
+LARGEST_RUN = 60_000
+"""Largest number of turns of a run."""
+LIFETIMES, STEADY = 4.0, 2.5
+"""Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
+begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
+"""
 MOST_ROUTED = 800
 """Number of turns of a run on several replicas."""
 DRAWN_SESSIONS = 400
@@ -87,7 +93,13 @@ class SessionTrial:
         self._lanes = lanes_of(plan, profile)
         self.turns = turns_of(law)
         self._route = route
-        count = max(LEAST_SESSIONS, int((MOST_TURNS if route is None else MOST_ROUTED) / self.turns))
+        most = LARGEST_RUN if route is None else MOST_ROUTED
+        known = plan.estimate.capacity
+        turns_per_s = (known.rate_per_s if known else plan.estimate.throughput_rps) / plan.replicas
+        needed = LIFETIMES * turns_per_s / self.turns * _pauses_of(law) if route is None else 0.0
+        usual = min(MOST_TURNS, most) / self.turns
+        count = max(LEAST_SESSIONS, int(min(max(usual, needed), most / self.turns)))
+        self._steady_per_s = count / STEADY / max(_pauses_of(law), 1e-9) if route is None else np.inf
         self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
         assert self.trace.sessions is not None
         if keeps_nothing:
@@ -108,6 +120,8 @@ class SessionTrial:
     def at(self, rate: float) -> SessionRun:
         """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
+            if rate / self.plan.replicas > self._steady_per_s:  # more would be open at once than the run has
+                return SessionRun(self.at(self.plan.replicas * self._steady_per_s).times, np.inf, self.counts)
             assert self.trace.sessions is not None
             times = np.zeros(len(self.trace.input))
             starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
@@ -139,6 +153,14 @@ class SessionTrial:
                 return 0.0
             rate = 1.3 * low if high == np.inf else 0.6 * high if not low else (low * high) ** 0.5
         return low
+
+
+@lru_cache(maxsize=8)
+def _pauses_of(law: SessionLaw) -> float:
+    """Return the mean seconds of all pauses of a session."""
+    trace = draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED))
+    assert trace.sessions is not None
+    return float(trace.sessions.pause_s.sum()) / DRAWN_SESSIONS
 
 
 @lru_cache(maxsize=8)
