@@ -99,7 +99,6 @@ class SessionTrial:
         needed = LIFETIMES * turns_per_s / self.turns * _pauses_of(law) if route is None else 0.0
         usual = min(MOST_TURNS, most) / self.turns
         count = max(LEAST_SESSIONS, int(min(max(usual, needed), most / self.turns)))
-        self._steady_per_s = count / STEADY / max(_pauses_of(law), 1e-9) if route is None else np.inf
         self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
         assert self.trace.sessions is not None
         if keeps_nothing:
@@ -120,8 +119,6 @@ class SessionTrial:
     def at(self, rate: float) -> SessionRun:
         """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
-            if rate / self.plan.replicas > self._steady_per_s:  # more would be open at once than the run has
-                return SessionRun(self.at(self.plan.replicas * self._steady_per_s).times, np.inf, self.counts)
             assert self.trace.sessions is not None
             times = np.zeros(len(self.trace.input))
             starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
@@ -131,7 +128,12 @@ class SessionTrial:
                 run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
             else:
                 run = run_routed(self.plan, self._profile, sent, self._route)
-            self._known[rate] = SessionRun(run, _excess(run, self.counts, self.plan.constraint), self.counts)
+            excess = _excess(run, self.counts, self.plan.constraint)
+            lives = per_session(run, self.counts, run.whole_s + run.paused_s)
+            span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate
+            if span_s < STEADY * float(lives.mean()):
+                excess = np.inf
+            self._known[rate] = SessionRun(run, excess, self.counts)
         return self._known[rate]
 
     def keeps(self, rate: float) -> bool:
