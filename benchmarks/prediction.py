@@ -1,6 +1,6 @@
 """Compare predictions with measurements on this machine: three workloads, at saturation and at three arrival rates.
 
-    python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--dtype int8] [--alone]
+    python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--dtype int8]
                                     [--every-policy]
 
 First the machine is profiled. Each plan's hash is printed before the plan is served and measured. The simulation has
@@ -8,13 +8,12 @@ exactly the requests that were sent. Nothing is fitted afterwards. The aims refe
 the error at the machine's pace (measured divided by predicted time of the executed steps), and how many figures are
 within their stated ranges. `--quick` ends within 11 minutes and names the loads that were not measured. `--kept` uses
 the stored profile of this machine, so that many short loads can be measured (`--seconds 12`). Writes
-results/prediction.json and .md, with the workload and the dtype in the name if they are given. `python -m
+results/prediction.json, with the workload and the dtype in the name if they are given. `python -m
 benchmarks.truth --source "this machine"` joins these files.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import click
 import numpy as np
 
 from benchmarks.lib.aims import AIMS, checked, summary
-from benchmarks.lib.alone import run_alone
+from benchmarks.lib.results import table
 from xgpt import api
 from xgpt.benchmark import Load, bench_plan
 from xgpt.cli.render import progress_bar
@@ -64,13 +63,11 @@ class Row(NamedTuple):
 
     Attributes:
         by_size: the pace of the steps in each range of `SIZES`, or None if there were none.
-        alone: the pace of the same requests' steps in an engine without an endpoint, or None if it was not measured.
     """
 
     plan: Plan
     report: BenchReport
     by_size: tuple[float | None, ...]
-    alone: float | None
 
     @property
     def load(self) -> str:
@@ -84,7 +81,6 @@ class Row(NamedTuple):
 @click.option("--policy", default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(get_args(RunDType)), help="Data type.  [default: as in `xgpt plan`]")
 @click.option("--every-policy", is_flag=True, help="Measure each policy's plan at saturation, not only the best one.")
-@click.option("--alone", is_flag=True, help="Also run each load's requests on an engine without an endpoint.")
 @click.option("--quick", is_flag=True, help="End within 11 minutes.")
 @click.option("--kept", is_flag=True, help="Use the cached profile of this machine, if there is one.")
 @click.option(
@@ -97,7 +93,6 @@ def main(
     policy: PolicyChoice,
     dtype: RunDType | None,
     every_policy: bool,
-    alone: bool,
     quick: bool,
     kept: bool,
     seconds: float | None,
@@ -125,10 +120,10 @@ def main(
                 left_out.append(f"{plan.workload.name} at {share:g} of saturation")
                 continue
             load = _load(plan, share, seconds)
-            rows.append(_measured(plan, profile, load, seed, alone=alone))
+            rows.append(_measured(plan, profile, load, seed))
             click.echo("  " + " | ".join(_cells(rows[-1])))
-            _write(path, rows, profile, left_out)
-    _write(path, rows, profile, left_out)
+            _write(path, rows)
+    click.echo("\n".join(table(_columns(), map(_cells, rows))))
     click.echo("\n".join(summary([checked(row.report) for row in rows])))
     if left_out:
         click.echo("left out, as the time was over: " + ", ".join(left_out))
@@ -171,10 +166,9 @@ def _load(plan: Plan, share: float, seconds: float) -> Load:
     return Load(count, arrivals=ArrivalProcess.at(rate) if share else None)
 
 
-def _measured(plan: Plan, profile: Profile, load: Load, seed: int, *, alone: bool) -> Row:
+def _measured(plan: Plan, profile: Profile, load: Load, seed: int) -> Row:
     report, log = bench_plan(plan, load, np.random.default_rng(seed), profile=profile)
-    alone_paces = paces(plan, profile, run_alone(plan, load, seed)) if alone else None
-    return Row(plan, report, _by_size(paces(plan, profile, log)), None if alone_paces is None else alone_paces.ratio)
+    return Row(plan, report, _by_size(paces(plan, profile, log)))
 
 
 def _by_size(found: Paces | None) -> tuple[float | None, ...]:
@@ -197,43 +191,22 @@ def _cells(row: Row) -> list[str]:
     for name in AIMS:
         measured, error, of_model = found[name][:3] if name in found else (None, None, None)
         cells += ["-" if measured is None else f"{measured:.3f}", percent(error), percent(of_model)]
-    return [*cells, *map(pace, row.by_size), pace(row.alone)]
+    return [*cells, *map(pace, row.by_size)]
 
 
 def _columns() -> list[str]:
     names = {"throughput_rps": "req/s", "latency_s": "latency s", "ttft": "ttft s", "itl_p99_s": "itl p99 s"}
     figures = [text for name in AIMS for text in (names.get(name, "whole s"), "raw", "at the pace")]
     sizes = [f"pace, {low} tokens and more" for low, _ in SIZES]
-    return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
+    return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes]
 
 
-def _write(path: Path, rows: list[Row], profile: Profile, left_out: list[str]) -> None:
+def _write(path: Path, rows: list[Row]) -> None:
     document = [
         {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
         for row in rows
     ]
     write_atomic(path, json.dumps(document, indent=1) + "\n")
-    plan, columns = rows[0].plan, _columns()
-    lines = [
-        "# Predicted against measured",
-        "",
-        f"`python -m benchmarks.prediction`, {plan.model.name} in {plan.dtype}, {datetime.date.today()}, "
-        f"{plan.cluster.device.name}, {profile.num_threads} threads, "
-        + ", ".join(f"{k} {v}" for k, v in profile.environment.items())
-        + ". One "
-        f"profile for all, spread {100 * profile.spread:.1f}%. Errors are predicted over measured; pace is measured "
-        "over predicted time of the executed steps, and 'at the pace' what is left of the error. Saturated, times "
-        "count from admission; of requests that arrive, time to first token and whole time count from arrival.",
-        "",
-        *summary([checked(row.report) for row in rows]),
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
-        "",
-        *([f"Left out, as the time was over: {', '.join(left_out)}.", ""] if left_out else []),
-    ]
-    write_atomic(path.with_suffix(".md"), "\n".join(lines))
 
 
 if __name__ == "__main__":
