@@ -34,7 +34,7 @@ from xgpt.exporting.groups import (
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.command import runs_by_itself
+from xrunner.vllm.command import runs_by_itself, variables
 
 MAX_NAME = 44
 """Largest length of an object's name without suffixes. A label can have 63 characters."""
@@ -106,7 +106,8 @@ class EngineReplicas:
             base = str(images()["dynamo"])
             return f"xgpt-dynamo:{__version__}-{base.rpartition(':')[2]}" if self.is_built else base
         if not self.is_built:
-            return str(images()[self.framework]).format(version=self.engine_version)
+            on_cpus = self.framework == "vllm" and self.plan.cluster.device.type != "gpu"
+            return str(images()["vllm on CPUs" if on_cpus else self.framework]).format(version=self.engine_version)
         return f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if self.framework == "vllm" else f"xgpt:{__version__}"
 
     @property
@@ -180,6 +181,12 @@ class EngineReplicas:
             for i in range(len(self.devices_of))
         ]
         return [f"127.0.0.1:{PORT}"] if self.count == 1 and self.target == "shell" else hosts
+
+    def variables_of(self, number: int) -> dict[str, str]:
+        """Return the environment of a replica. Replicas on this machine have cores of their own."""
+        each = self.group.devices
+        devices = range(number * each, (number + 1) * each)
+        return {**self.group.env, **variables(self.plan.cluster, devices, self.plan.profile.num_threads)}
 
     @property
     def visible(self) -> str:

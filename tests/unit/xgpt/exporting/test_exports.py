@@ -25,7 +25,7 @@ from xgpt.cli import cli
 from xgpt.cli.commands import serve
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
-from xgpt.core.schema import Plan, RraSettings, Stage
+from xgpt.core.schema import ChunkedSettings, Plan, RraSettings, Stage
 from xgpt.core.schema.estimate import Capacity
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.model_blocks import Block, Recurrent
@@ -196,6 +196,14 @@ def test_replicas_of_one_machine_have_a_port_and_devices_each_and_a_front(tmp_pa
     ]
     assert gpus == [["0"], ["1"]]
     assert services["front"]["entrypoint"][-2:] == ["http://replica-0:8000", "http://replica-1:8000"]
+
+
+def test_replicas_on_cpus_have_cores_of_their_own() -> None:
+    plan = exportable(plan_with(ChunkedSettings(token_budget=256, max_batch=8)), "/weights")
+    plan = plan.model_copy(update={"engine": load_engine("vllm"), "cluster": load_cluster("local:2"), "replicas": 2})
+    script = export(plan, "shell")["serve.sh"]
+    assert len(set(re.findall(r"VLLM_CPU_OMP_THREADS_BIND=(\S+);;", script))) == 2
+    assert "CUDA_VISIBLE_DEVICES" not in script
 
 
 def test_the_script_of_our_scheduler_is_a_command_that_serve_takes(tmp_path: Path) -> None:
