@@ -24,15 +24,15 @@ from tests.vllm.plans import exportable, plan_with, waa_plan
 from xgpt.cli import cli
 from xgpt.cli.commands import serve
 from xgpt.core.errors import InputError
-from xgpt.core.io import dump_json
+from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import ChunkedSettings, Plan, RraSettings, Stage
 from xgpt.core.schema.estimate import Capacity
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.model_blocks import Block, Recurrent
+from xgpt.exporting.export import _metrics
 from xgpt.exporting.groups import IN_PODS, Target
 from xgpt.resolve import load_cluster, load_engine
 from xgpt.serving.serve import ServeRequest, share_of
-from xgpt.tuning import metrics
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.machines import Machines
 from xscheduler.fleet.scaling import Scaling
@@ -438,14 +438,8 @@ def test_a_fleet_scales_by_rule_and_schedule() -> None:
 
 
 def test_metrics_are_those_that_watching_reads() -> None:
-    from xgpt.exporting.export import _metrics
-
-    known = {
-        name
-        for table in (metrics.NAMES, metrics.COUNTERS, metrics.GAUGES)
-        for names in table.values()
-        for name in names
-    }
+    tables = load_yaml(configs_dir() / "metrics.yaml", "metrics")
+    known = {name for table in tables.values() for names in table.values() for name in names}
     for names in (_metrics()["vllm"], _metrics()["sglang"]):
         assert {names["ttft"], names["ended"], names["waiting"], names["running"], names["output_tokens"]} <= known
 
