@@ -134,7 +134,7 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
     """Yield what turns find in the cache, and what keeping it gains."""
     last = found.reused_by_turn[-1]
     text = f"Turns find {100 * found.reused_by_turn[0]:.0f}% of their first prompt and {100 * last:.0f}% of later ones"
-    if found.kept_tokens:
+    if found.kept_tokens >= 1:
         text += f" in {found.kept_tokens:,.0f} tokens kept between turns"
     if found.alone_per_s is not None and found.alone_per_s > 0:
         text += f", which serves {found.rate_per_s / found.alone_per_s:.2g} times as many sessions as recomputing"

@@ -23,7 +23,7 @@ import numpy as np
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, SearchMethod
-from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
@@ -36,10 +36,11 @@ from xscheduler.objectives.capacities import in_sessions
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
+from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
 from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, turns_of
 
-KINDS = ("chunked", "orca")
+KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
 """Policies under which sessions are planned: those in which a turn may enter at any step."""
 SHARES = (1.0, 0.6, 0.2)
 """Shares of the tokens that could be found, at which plans are ranked."""

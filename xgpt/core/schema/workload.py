@@ -16,20 +16,30 @@ class TruncatedNormal(Frozen):
     """
 
     kind: Literal["normal"] = "normal"
+    """Kind of distribution."""
     mean: float
+    """Mean before truncation."""
     sd: PositiveFloat
+    """Standard deviation before truncation."""
     min: PositiveInt = 1
+    """Shortest length in tokens."""
     max: PositiveInt
+    """Longest length in tokens."""
 
 
 class LogNormal(Frozen):
     """A log-normal distribution, given by two quantiles and cut at `min` and `max`."""
 
     kind: Literal["lognormal"] = "lognormal"
+    """Kind of distribution."""
     median: PositiveFloat
+    """Median before the cut."""
     p90: PositiveFloat
+    """90th percentile before the cut."""
     min: PositiveInt = 1
+    """Shortest length in tokens."""
     max: PositiveInt
+    """Longest length in tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> LogNormal:
@@ -42,13 +52,18 @@ class Uniform(Frozen):
     """All integer lengths from `min` to `max`, both included, with equal probability."""
 
     kind: Literal["uniform"] = "uniform"
+    """Kind of distribution."""
     min: PositiveInt
+    """Shortest length in tokens."""
     max: PositiveInt
+    """Longest length in tokens."""
 
 
 class Constant(Frozen):
     kind: Literal["constant"] = "constant"
+    """Kind of distribution."""
     value: PositiveInt
+    """The length in tokens."""
 
 
 class Histogram(Frozen):
