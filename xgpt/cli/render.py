@@ -22,10 +22,9 @@ from xscheduler.expression import maximised
 from xsimulator.fitted import Fit
 
 if TYPE_CHECKING:
-    from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
+    from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Plan, UrlReport
     from xgpt.core.schema.documents import CalibrateOutput, RangeOutput, SessionsOutput
     from xgpt.core.schema.fleet import FleetFigures, FleetPlan
-    from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
 
 
@@ -184,23 +183,6 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
         title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} within the bounds"
     below = [f"{kind}: {settings_text(plan)}" for kind, plan in plans.items()]
     return Fitting(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows], LEAST, below)
-
-
-def choices_table(choices: Sequence[ClusterChoice]) -> Table:
-    """Return a table of the compared clusters: the fewest devices of each that sustain the arrival rate, and their
-    price per hour.
-    """
-    rows = [
-        [
-            choice.problem.cluster.name,
-            "-" if choice.fewest is None else f"{choice.fewest.number} of {choice.problem.cluster.num_devices}",
-            f"{choice.problem.cluster.price_per_device_hour:g}",
-            "not sustained" if choice.price_per_hour is None else f"{choice.price_per_hour:.4g}",
-        ]
-        for choice in choices
-    ]
-    columns = ["cluster", "devices", "price/h of one", "price/h of all"]
-    return table("the fewest devices of each cluster that sustain the arrival rate", columns, rows)
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
@@ -447,23 +429,6 @@ def decision_table(decision: Decision) -> Fitting:
             below.append(f"{name}: {settings}")
     title = f"plans under {decision.num_requests} observed requests"
     return Fitting(title, ["plan", "arrivals/s", "req/s", "latency s", "bound"], rows, below=below)
-
-
-def decision_notes(decision: Decision, observation: Observation) -> list[str]:
-    means = f"inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average"
-    distances = f"{observation.input_distance:.1f} and {observation.output_distance:.1f} tokens"
-    notes = [
-        f"{decision.lengths} lengths: {means}; Wasserstein distances from the plan's: {distances}",
-        f"decision: {decision.action}; {decision.reason}",
-    ]
-    if decision.slowdown != 1:
-        notes.append(f"step times: both plans are judged with {decision.slowdown:.2f} times the profile's")
-    if decision.best is not None:
-        what = "throughput" if decision.best.arrival_rate_per_s is None else "arrival rate"
-        notes.append(
-            f"gain: {100 * decision.gain:+.1f}% {what}; the switch delays requests by {decision.pause_s:.1f} s"
-        )
-    return notes
 
 
 def calibration_notes(calibration: Calibration) -> list[str]:

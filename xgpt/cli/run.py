@@ -57,8 +57,6 @@ def summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)
     yield from plan_text.ranges_from_rows(best)
-    if planned.choices:
-        yield render.choices_table(planned.choices)
     beside = {} if planned.beside is None else {BESIDE: planned.beside}
     yield render.plans_table({**planned.plans, **beside})
     yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
@@ -250,7 +248,9 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, expla
         click.echo(dump_json(found.decision), nl=False)
     else:
         click.echo("\n".join(words.decision_lines(found.decision)))
-        notes = render.decision_notes(found.decision, found.observation) if explain else []
+        seen = found.observation
+        distances = f"{seen.input_distance:.1f} (inputs) and {seen.output_distance:.1f} tokens (outputs)"
+        notes = [f"Wasserstein distances from the plan's lengths: {distances}"] if explain else []
         if found.judged.deployed(pinned=given.pinned) != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")

@@ -14,7 +14,7 @@ from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, S
 WIDTH, MOST_LINES = 80, 15
 MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
-LATER = 9
+ALWAYS = 9
 """Rank of what is never left out."""
 
 
@@ -34,7 +34,7 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
             texts.append(end)
         shown = [line for text in texts for line in _wrapped(text, width)]
         least = min(said, key=lambda each: each[0])
-        if most is None or len(shown) <= most or least[0] == LATER:
+        if most is None or len(shown) <= most or least[0] == ALWAYS:
             return shown
         said.remove(least)
 
@@ -49,29 +49,29 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     """Yield sentences with their ranks: the lowest are left out first."""
     best, load = found.best, found.best.at_load
     if found.now is not None and found.now.at_load is not None:
-        yield LATER, f"Yours {_kept_now(found.now, found.now.at_load)}."
+        yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
     if load is not None and not load.holds:
         would = f"; {found.would_hold} would, as copies of this one" if found.would_hold else ""
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
-        yield LATER, f"No schedule found on your {devices} holds your load{would}."
-    yield from ((LATER, text) for text in _answer(found))
+        yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
+    yield from ((ALWAYS, text) for text in _answer(found))
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
-        yield LATER, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
-        yield from ((LATER, text) for text in session_lines(sessions))
+        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
+        yield from ((ALWAYS, text) for text in session_lines(sessions))
     elif found.bounds:
-        yield LATER, f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
+        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
     else:
-        yield LATER, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
+        yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
         told = load.but(confidence=None) if found.sizes else load
-        yield LATER, f"Your load: {load_in_words(told, windows=found.now is None)}."
+        yield ALWAYS, f"Your load: {load_in_words(told, windows=found.now is None)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
         text = f"Yours: {now.rate_per_s:.3g} sessions/s; later turns find {100 * now.reused_by_turn[-1]:.0f}%"
-        yield LATER, f"{text}, and sessions wait {now.wait_s:.3g} s in all."
+        yield ALWAYS, f"{text}, and sessions wait {now.wait_s:.3g} s in all."
     if found.gain is not None:
-        yield LATER, f"{gain_in_words(found)}."
+        yield ALWAYS, f"{gain_in_words(found)}."
     if found.runner_up is not None:
         is_sure = bool(best.unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
