@@ -1,8 +1,10 @@
 """Compute the likely range of a predicted figure from the errors of earlier predictions of published measurements.
 
-`configs/errors.json` contains the ratios of measured to predicted values for each quantity and cell (load, engine,
-family of models, device, source of step times). `python -m benchmarks.truth --errors` writes it. A figure's range comes
-from the ratios of its cell. If these are too few, those of similar cells are added, and the range is widened.
+`configs/errors.json` contains the ratios of measured to predicted values for each quantity, group of measurements (a
+model in one format on one device in one engine) and cell (load, engine, family of models, device, source of step
+times). `python -m benchmarks.truth --errors` writes it. A figure's range comes from the ratios of its cell, in which
+each group has the same weight. If the groups are too few, those of similar cells are added, and the range is widened.
+`--coverage` states how many figures of a group lie in the ranges that all other groups give.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from xgpt.core.io import configs_dir
-from xgpt.core.schema import PlanDraft
+from xgpt.core.schema import ModelSpec, PlanDraft
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
-LEAST_ROWS = 12
-"""Least number of ratios from which a range is computed."""
+LEAST_ROWS, LEAST_GROUPS = 12, 3
+"""Least numbers of ratios and of groups from which a range is computed."""
 INSIDE = (0.05, 0.95)
 """Quantiles of the ratios that bound a range."""
 UNKNOWN = (0.5, 2.0)
 """Range if there are too few ratios, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("load", "engine", "family", "device", "profile"), 1.0),
-    (("load", "engine", "family", "profile"), 1.15),
-    (("engine", "family", "profile"), 1.3),
-    (("load", "engine", "profile"), 1.5),
-    (("load", "family", "profile"), 1.7),
+    (("load", "engine", "family", "vendor", "profile"), 1.0),
+    (("load", "family", "vendor", "profile"), 1.15),
+    (("family", "vendor", "profile"), 1.3),
+    (("load", "vendor", "profile"), 1.5),
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
@@ -42,12 +44,15 @@ efficiencies.
 """
 
 
+MODELS = {"dense": "dense models", "experts": "mixtures of experts", "hybrid": "models with recurrent layers"}
+
+
 class Cell(NamedTuple):
     """A class of predictions with similar errors.
 
     Attributes:
         load: open loop, closed loop, offline or disaggregated.
-        family: dense or experts.
+        family: dense, experts, or hybrid, which has recurrent layers.
         profile: source of step times (imported or analytic).
     """
 
@@ -56,6 +61,10 @@ class Cell(NamedTuple):
     family: str
     device: str
     profile: str
+
+    @property
+    def vendor(self) -> str:
+        return "AMD" if self.device.startswith("mi3") else "others"
 
 
 class Likely(NamedTuple):
@@ -72,8 +81,8 @@ class Likely(NamedTuple):
     shared: str
 
 
-Errors = dict[str, list[tuple[Cell, list[float]]]]
-"""Ratios of measured to predicted values by quantity and cell."""
+Errors = dict[str, list[tuple[Cell, str, list[float]]]]
+"""Ratios of measured to predicted values by quantity, cell and group."""
 
 
 @cache
@@ -85,8 +94,8 @@ def _shipped() -> Errors:
 def errors_in(text: str) -> Errors:
     """Parse the text of an errors.json."""
     found: Errors = {}
-    for *cell, quantity, ratios in json.loads(text):
-        found.setdefault(quantity, []).append((Cell(*cell), ratios))
+    for *cell, group, quantity, ratios in json.loads(text):
+        found.setdefault(quantity, []).append((Cell(*cell), group, ratios))
     return found
 
 
@@ -100,22 +109,22 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
-        same = [
-            ratios
-            for other, ratios in known.get(quantity, ())
-            if all(getattr(other, name) == getattr(cell, name) for name in names)
-        ]
-        ratios = [ratio for each in same for ratio in each]
-        if len(ratios) >= LEAST_ROWS:
-            low, high = within(ratios, factor * (BORROWED if borrowed else 1.0))
-            return Likely(low, high, len(ratios), _in_words(cell, names))
+        same: dict[str, list[float]] = {}
+        for other, group, ratios in known.get(quantity, ()):
+            if all(getattr(other, name) == getattr(cell, name) for name in names):
+                same.setdefault(group, []).extend(ratios)
+        rows = sum(map(len, same.values()))
+        if rows >= LEAST_ROWS and len(same) >= LEAST_GROUPS:
+            low, high = within(list(same.values()), factor * (BORROWED if borrowed else 1.0))
+            return Likely(low, high, rows, _in_words(cell, names))
     return Likely(*UNKNOWN, 0, "")
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
-        "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
+        "family": f" of {MODELS[cell.family]}",
+        "vendor": f" on {cell.vendor}" if cell.vendor == "AMD" else "",
         "device": f" on {cell.device}",
         "engine": f" in {cell.engine}",
         "load": f" under {cell.load.replace(' ', '-')} load" if "loop" in cell.load else f" served {cell.load}",
@@ -124,15 +133,24 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     return "".join(text for name, text in words.items() if name in names)
 
 
-def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return a range around the median of the ratios, `factor` times as wide as that between their quantiles `INSIDE`.
-    With few ratios, it is wider.
+def within(groups: list[list[float]], factor: float = 1.0) -> tuple[float, float]:
+    """Return a range around the median of the groups' ratios, `factor` times as wide as that between their quantiles
+    `INSIDE`. With few groups, it is wider.
     """
-    logs = np.log(ratios)
-    middle = float(np.median(logs))
-    low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
-    edge = log(1 + 0.5 / len(ratios))  # with few ratios, others may differ much more
-    return exp(low - edge), exp(high + edge)
+    logs = np.log([ratio for ratios in groups for ratio in ratios])
+    weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in groups])
+    order = np.argsort(logs)
+    below = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    low, middle, high = np.interp((INSIDE[0], 0.5, INSIDE[1]), below, logs[order])
+    edge = log(1 + 0.5 / len(groups))  # another group may differ much more
+    return exp(middle + factor * (low - middle) - edge), exp(middle + factor * (high - middle) + edge)
+
+
+def family_of(model: ModelSpec) -> str:
+    """Return the family of models to which a cell's errors belong."""
+    if any(block.recurrent is not None for block in model.blocks):
+        return "hybrid"
+    return "dense" if model.experts is None else "experts"
 
 
 def cell_of(plan: PlanDraft) -> Cell | None:
@@ -141,6 +159,6 @@ def cell_of(plan: PlanDraft) -> Cell | None:
         return None
     two_lanes = len(plan.policy.lanes) > 1
     load = "disaggregated" if two_lanes else "open loop" if plan.constraint.maximises_arrivals else "closed loop"
-    family = "dense" if plan.model.experts is None else "experts"
+    family = family_of(plan.model)
     framework = "xgpt" if plan.engine is None else plan.engine.framework
     return Cell(load, framework, family, plan.cluster.device.name, plan.profile.source)

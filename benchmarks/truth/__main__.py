@@ -46,9 +46,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--coverage",
-        type=int,
-        metavar="SEED",
-        help="print how many figures of a random half lie in the other half's ranges",
+        action="store_true",
+        help="print how many figures of each group lie in the ranges that all other groups give",
     )
     options = parser.parse_args()
     rows: list[Row] = []
@@ -81,8 +80,8 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if options.errors:
         options.errors.write_text(errors_of(rows), encoding="utf-8")
-    if options.coverage is not None:
-        print(coverage(rows, options.coverage))
+    if options.coverage:
+        print(coverage(rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.truth.sources import Row
-from xprofiler.ranges import LEAST_ROWS, Quantity, errors_in, likely
+from xprofiler.ranges import Quantity, errors_in, likely
 
 HEADER = (
     "| load | engine | family | quantity | not fitted: rows | median | 90% | bias | fitted: rows | median | 90% |\n"
@@ -55,49 +55,41 @@ token."""
 
 
 def errors_of(rows: list[Row]) -> str:
-    """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell and quantity.
+    """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell, group and quantity.
 
-    If a cell has at least `LEAST_ROWS` rows without fitted figures, only these count.
+    Groups to which figures were fitted count, too: an engine's figure is one for all models, so it fits none of them.
     """
-    found: dict[tuple[str, ...], dict[bool, list[float]]] = {}
+    found: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        for name, error in row.errors().items():
-            if row.cell is not None and name in AS_NAMED:
-                ratios = found.setdefault((*row.cell, AS_NAMED[name]), {True: [], False: []})
-                ratio = 1 / (1 + error)
-                ratios[row.is_fitted].append(round(1 / ratio if name == "e2e mean" else ratio, 3))
-    kept = [
-        [*key, ratios[False] if len(ratios[False]) >= LEAST_ROWS else ratios[True] + ratios[False]]
-        for key, ratios in sorted(found.items())
-    ]
-    return "[\n" + ",\n".join(json.dumps(each) for each in kept) + "\n]\n"
+        if row.cell is not None:
+            for name, ratio in ratios_of(row):
+                found.setdefault((*row.cell, row.group, name), []).append(round(ratio, 3))
+    return "[\n" + ",\n".join(json.dumps([*key, ratios]) for key, ratios in sorted(found.items())) + "\n]\n"
 
 
-def coverage(rows: list[Row], seed: int) -> str:
-    """Return lines that state how many figures of a random half of the rows are within the ranges from the other half.
+def ratios_of(row: Row) -> Iterator[tuple[Quantity, float]]:
+    """Yield ratios of measured to predicted figures, by their names in ranges."""
+    for name, error in row.errors().items():
+        if name in AS_NAMED:
+            yield AS_NAMED[name], 1 + error if name == "e2e mean" else 1 / (1 + error)
 
-    Rows with the same measured figures are one measurement, and belong to the same half.
-    """
-    measurements: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        if row.cell is not None and row.predicted:
-            measurements.setdefault((row.group, *sorted(row.measured.items())), []).append(row)
-    order = np.random.default_rng(seed).permutation(len(measurements))
-    each = list(measurements.values())
-    given, held = ([row for i in half for row in each[i]] for half in np.array_split(order, 2))
-    errors = errors_in(errors_of(given))
-    counts: dict[tuple[str, str], list[bool]] = {}
-    for row in held:
-        assert row.cell is not None
-        for name, error in row.errors().items():
-            if name in AS_NAMED:
-                quantity, ratio = AS_NAMED[name], 1 + error if name == "e2e mean" else 1 / (1 + error)
-                found = likely(row.cell, quantity, errors=errors)
-                lies_inside = found.low <= ratio <= found.high
-                for key in (("all", "all"), ("all", quantity), (f"{row.cell.load} {row.cell.engine}", quantity)):
-                    counts.setdefault(key, []).append(lies_inside)
-    lines = [f"seed {seed}: {len(held)} rows held back, {len(given)} given"]
-    lines += [
-        f"  {' '.join(key)}: {sum(inside)} of {len(inside)}, {np.mean(inside):.0%}" for key, inside in counts.items()
-    ]
+
+def coverage(rows: list[Row]) -> str:
+    """Return a table of how many figures of rows without fitted figures lie in the ranges that other groups give."""
+    counts: dict[tuple[str, str, str, str], dict[Quantity, list[bool]]] = {}
+    held = [row for row in rows if row.cell is not None and row.predicted and not row.is_fitted]
+    known = errors_in(errors_of(rows))
+    for group in sorted({row.group for row in held}):
+        others = {name: [each for each in found if each[1] != group] for name, found in known.items()}
+        for row in (row for row in held if row.group == group):
+            assert row.cell is not None
+            for quantity, ratio in ratios_of(row):
+                found = likely(row.cell, quantity, errors=others)
+                key = row.cell.family, row.cell.vendor, row.cell.load, row.cell.profile
+                counts.setdefault(key, {}).setdefault(quantity, []).append(found.low <= ratio <= found.high)
+    lines = ["| family | vendor | load | step times | throughput | TPOT | TTFT |", "|---|---|---|---|---|---|---|"]
+    for cell, by_quantity in sorted(counts.items()):
+        inside = [by_quantity.get(name, []) for name in ("throughput", "TPOT", "TTFT")]
+        cells = [f"{100 * np.mean(each):.0f}% of {len(each)}" if each else "" for each in inside]
+        lines.append(f"| {' | '.join((*cell, *cells))} |")
     return "\n".join(lines)

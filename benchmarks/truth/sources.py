@@ -22,7 +22,7 @@ from xgpt.core.schema import DType
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 from xgpt.resolve import load_cluster
-from xprofiler.ranges import Cell
+from xprofiler.ranges import Cell, family_of
 
 Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]
@@ -30,8 +30,7 @@ Figures = dict[str, float]
 
 
 def cell_of(served: Served, load: str) -> Cell:
-    family = "dense" if served.model_spec.experts is None else "experts"
-    device = load_cluster(served.cluster).device.name
+    device, family = load_cluster(served.cluster).device.name, family_of(served.model_spec)
     return Cell(load, served.spec.framework, family, device, "imported" if served.imported else "analytic")
 
 

@@ -13,6 +13,8 @@ SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
 """Defaults of --chunked-prefill-size: (smallest device memory in GiB, tokens)."""
 SGLANG_REQUESTS = 2048
 """Default of --max-running-requests. K/V memory limits the number further."""
+SGLANG_DRAFTING = 48
+"""The same default with --speculative-algorithm (server_args.py)."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
 """Defaults of --max_batch_size and --max_num_tokens."""
 
@@ -30,7 +32,9 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     gibibytes = cluster.device.memory_bytes / 2**30
     chunk = next(tokens for least, tokens in SGLANG_CHUNKS if gibibytes >= least)
     tokens = value_of(given, "chunked-prefill-size", count, chunk)
-    requests = value_of(given, "max-running-requests", count, SGLANG_REQUESTS)
+    drafts = sglang_drafts(given)
+    most = SGLANG_REQUESTS if drafts is None else SGLANG_DRAFTING
+    requests = value_of(given, "max-running-requests", count, most)
     notes = []
     if "chunked-prefill-size" not in given:
         notes.append(f"chunked-prefill-size {tokens}: SGLang's default on this device")
@@ -38,17 +42,18 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append(f"max-running-requests {requests}: SGLang's default, further limited by K/V memory")
     if "disable-radix-cache" not in given:
         notes.append("radix cache: no hits are counted, since the workload contains only lengths")
-    if (most := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
-        notes.append(f"cuda-graph-max-bs {most}: steps with more requests are scored as if they were captured, too")
+    if (largest := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
+        notes.append(f"cuda-graph-max-bs {largest}: steps with more requests are scored as if they were captured, too")
     dtype, kv_dtype, quantization = types_of(given, "sglang", DTYPES | {"bf16": "bfloat16"})
     degree = value_of(given, "tp-size", count, 1)
     replicas = value_of(given, "dp-size", count, 1)
     experts = value_of(given, "ep-size", count, 1)
     if experts not in (1, degree):
-        accepted = (
-            f"xgpt scores experts only if they are divided among all {degree} devices of a replica, or not at all"
-        )
-        raise InputError("current: --ep-size", experts, accepted)
+        if degree % experts:
+            raise InputError("current: --ep-size", experts, f"give one that divides {degree}")
+        near = degree if experts * experts >= degree else 1
+        notes.append(f"ep-size {experts}: scored as {near}, the nearest way to divide experts whose times are known")
+        experts = near
     if given.get("enable-dp-attention") == "yes" and replicas > 1:  # several replicas of attention share these devices
         if degree % replicas:
             raise InputError("current: --enable-dp-attention", f"--dp {replicas}", f"give a --dp that divides {degree}")
@@ -74,7 +79,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         schedules_ahead=False if given.get("disable-overlap-schedule") == "yes" else None,
         model=given.get("model-path") or next(iter(free), None),
         shortens=True,
-        drafts=sglang_drafts(given),
+        drafts=drafts,
     )
 
 

@@ -440,3 +440,27 @@ def test_shell_variables_have_defaults_and_values(command: str, variables: dict[
 def test_flags_of_earlier_sglang_are_read(flags: str, says: str) -> None:
     command = f"python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3.2 --tp 8 {flags}"
     assert says in " ".join(read_current(command, load_cluster("h200x8")).notes)
+
+
+DRAFTS = "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts", "requests"),
+    [
+        ("", 1, 2048),
+        ("--ep 4", 8, 2048),
+        ("--ep 2", 1, 2048),
+        (DRAFTS, 1, 48),
+        (f"{DRAFTS} --max-running-requests 96", 1, 96),
+    ],
+)
+def test_defaults_of_sglang_follow_its_other_flags(flags: str, parts: int, requests: int) -> None:
+    found = read_current(f"sglang serve deepseek-ai/DeepSeek-R1 --tp 8 {flags}", load_cluster("h200x8"))
+    assert (found.ep_degree, found.max_num_seqs) == (parts, requests)
+    assert ("--ep" in flags) == any("the nearest way" in note for note in found.notes)
+
+
+def test_parts_of_experts_that_do_not_divide_the_devices_are_refused() -> None:
+    with pytest.raises(InputError, match="ep-size: 3 is not accepted; give one that divides 8"):
+        read_current("sglang serve deepseek-ai/DeepSeek-R1 --tp 8 --ep 3", load_cluster("h200x8"))
