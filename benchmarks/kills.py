@@ -31,7 +31,6 @@ import numpy as np
 
 from benchmarks.lib.served_plans import PLANS, SPEC, Served, left_over, one_lane, plan, served
 from xgpt.client import ClientRequest, replay
-from xgpt.core.network import reach
 from xgpt.core.processes import children_of, end_with_parent, free_port
 from xgpt.serving.engine_process import build_engine
 from xrunner.generation import Generation
@@ -106,6 +105,15 @@ def fresh() -> Iterator[Served]:
         yield server
 
 
+def start_ray(*words: str) -> subprocess.Popen[str]:
+    node = subprocess.Popen([*START, *words], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+    assert node.stdout is not None
+    for line in node.stdout:
+        if "Ray runtime started" in line:
+            break
+    return node
+
+
 class RayNodes:
     """Two Ray nodes on this machine."""
 
@@ -116,18 +124,12 @@ class RayNodes:
         self._head = self._start_head()
         self._second = self._start_second()
 
-    def _start_head(self) -> subprocess.Popen[bytes]:
+    def _start_head(self) -> subprocess.Popen[str]:
         port = self.address.rpartition(":")[2]
-        words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._directory}"]
-        head = subprocess.Popen([*START, *words], stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
-        end_s = time.monotonic() + WITHIN_S
-        while time.monotonic() < end_s and not _answers(self.address):
-            time.sleep(0.2)
-        return head
+        return start_ray("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._directory}")
 
-    def _start_second(self) -> subprocess.Popen[bytes]:
-        words = [*START, f"--address={self.address}"]
-        return subprocess.Popen(words, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
+    def _start_second(self) -> subprocess.Popen[str]:
+        return start_ray(f"--address={self.address}")
 
     def kill(self, victim: str) -> None:
         """Kill a process of Ray, and start its node again."""
@@ -160,14 +162,6 @@ def title_of(pid: int) -> bytes:
 
 def program_of(pid: int) -> str:
     return os.path.basename(title_of(pid).split(b"\0")[0]).decode()
-
-
-def _answers(address: str) -> bool:
-    try:
-        reach(address)
-    except OSError:
-        return False
-    return True
 
 
 async def one_kill(server: Served, row: KillRow, expected: list[list[int]], nodes: RayNodes | None = None) -> None:
@@ -221,11 +215,13 @@ def measure(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
 
 
 def measure_on_ray(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
+    plan = PLANS["TP 2"]()
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
     while len(row.back_s) < times:
         with tempfile.TemporaryDirectory() as directory:
             nodes = RayNodes(directory)
             try:
-                with served(PLANS["TP 2"](), Path(directory), "--ray", nodes.address) as server:
+                with served(plan, Path(directory), "--ray", nodes.address) as server:
                     asyncio.run(asyncio.wait_for(one_kill(server, row, expected, nodes), 3 * WITHIN_S))
                     row.ended += server.process.poll() is not None
             finally:
