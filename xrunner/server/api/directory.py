@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from xgpt.core.documents import read_json
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, cut
 from xgpt.core.io import read_text
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -105,6 +106,9 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 def _check_growth(parts: dict[str, Any], path: str) -> None:
     for name in ("normalizer", "pre_tokenizer", "decoder"):
+        if (pattern := next(filter(_backtracks, _patterns(parts.get(name))), None)) is not None:
+            accepted = f"its {name} repeats what repeats ({cut(pattern, 80)}), which may take exponential time"
+            raise InputError("tokenizer", path, f"{accepted}: give the tokenizer.json of the checkpoint's model")
         factor = _growth(parts.get(name))
         if factor > MOST_GROWTH:
             accepted = (
@@ -112,6 +116,32 @@ def _check_growth(parts: dict[str, Any], path: str) -> None:
                 "give the tokenizer.json of the checkpoint's model"
             )
             raise InputError("tokenizer", path, accepted)
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    for name, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        if name == "Regex":
+            yield str(value)
+        else:
+            yield from _patterns(value)
+
+
+def _backtracks(pattern: str) -> bool:
+    """Return whether a group that repeats without limit has a part that does so, too."""
+    groups = [False]
+    parts = re.findall(r"\\.|\[(?:\\.|[^]\\])*\]|\(\?<?[a-z-]*[:=!>]|\{\d*,\}|.", pattern, re.DOTALL)
+    for part, after in zip(parts, [*parts[1:], ""], strict=True):
+        repeats = after in ("*", "+") or after.endswith(",}")
+        if part.startswith("("):
+            groups.append(False)
+        elif part == ")" and len(groups) > 1:
+            inner = groups.pop()
+            if inner and repeats:
+                return True
+            groups[-1] |= inner or repeats
+        else:
+            groups[-1] |= repeats
+    return False
 
 
 def _growth(part: Any) -> float:

@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,21 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, content: bytes, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError):
         load_chat_template(tmp_path)
+
+
+LETTERS = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|(?:\r?\n)+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_read"), [("(a+)+$", False), (r"((\w+)\s?)*$", False), ("(?:(?:x{2,})y?)+", False), (LETTERS, True)]
+)
+def test_an_expression_that_repeats_what_repeats_is_refused(pattern: str, is_read: bool, tmp_path: Path) -> None:
+    """It took exponential time for a prompt of forty letters."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    whole = json.loads(byte_tokenizer().to_str()) | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split]}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with nullcontext() if is_read else pytest.raises(InputError, match="repeats what repeats"):
+        read_tokenizer(tmp_path)
 
 
 TWICE = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30
