@@ -160,7 +160,8 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
     else:
         render.show(*render.simulated_tables(run))
         if kept is not None:
-            click.echo(f"Your load{'' if kept.holds else ', too much for this plan'}: {words.load_in_words(kept)}.")
+            text = f"Your load{'' if kept.holds else ', too much for this plan'}: {words.load_in_words(kept)}."
+            click.echo("\n".join(words.wrapped(text)))
         if not run.steps:
             click.echo(
                 "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "

@@ -28,11 +28,11 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
     said = list(_sentences(found))
     while True:
         texts = [text for _, text in said]
-        if end and len(_wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
+        if end and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
             texts[-1] += f" {end}"
         elif end:
             texts.append(end)
-        shown = [line for text in texts for line in _wrapped(text, width)]
+        shown = [line for text in texts for line in wrapped(text, width)]
         least = min(said, key=lambda each: each[0])
         if most is None or len(shown) <= most or least[0] == ALWAYS:
             return shown
@@ -72,11 +72,11 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         yield ALWAYS, f"{text}, and sessions wait {now.wait_s:.3g} s in all."
     if found.gain is not None:
         yield ALWAYS, f"{gain_in_words(found)}."
+    if found.sizes:
+        yield 7, f"Devices: {_sizes(found.sizes)}."
     if found.runner_up is not None:
         is_sure = bool(best.unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
-    if found.sizes:
-        yield 7, f"Devices: {_sizes(found.sizes)}."
     for each in found.clusters:
         yield 7, _cluster(each)
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
@@ -235,7 +235,7 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
     said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{load}.")
     if decision.slowdown != 1:
         said.append(f"Steps take {decision.slowdown:.2f} times as long as in the profile.")
-    return [line for text in said for line in _wrapped(text, width)]
+    return [line for text in said for line in wrapped(text, width)]
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
@@ -331,7 +331,7 @@ def _percent(share: float) -> str:
     return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int = WIDTH) -> list[str]:
     """Return a text in lines of at most `width` characters. A command continues with a backslash."""
     if not text.startswith("$ "):
         return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
