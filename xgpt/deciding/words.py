@@ -78,7 +78,7 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         is_sure = bool(best.unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
     for each in found.clusters:
-        yield 7, _cluster(each)
+        yield ALWAYS, _cluster(each)
     if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
         where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
@@ -208,7 +208,8 @@ def _span(first: int, last: int) -> str:
 
 def _cluster(each: OfferedCluster) -> str:
     if each.num_devices is None or each.cost_per_hour is None:
-        return f"{each.name} ({each.price_per_device_hour:g} an hour each): not enough: {each.why_not}"
+        text = f"{each.name} at {each.price_per_device_hour:g} an hour each: not enough: {each.why_not}"
+        return textwrap.shorten(text, WIDTH, placeholder=" ...")
     text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: the cheapest."
 

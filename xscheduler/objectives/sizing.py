@@ -110,7 +110,8 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue
-        choices.append(ClusterChoice(problem, fewest, price * fewest.number, fewest.why_not_fewer or "one costs more"))
+        why = "fewer do not surely hold the load" if fewest.number > 1 else "one costs more"
+        choices.append(ClusterChoice(problem, fewest, price * fewest.number, why))
     choices.sort(key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
     first, *others = choices
     return choices if first.fewest is None else [replace(first, why_not=""), *others]
