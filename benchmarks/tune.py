@@ -26,7 +26,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import log
+from math import log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,7 +301,7 @@ def sweeps(rows: Path, sample: Path, rng: np.random.Generator) -> Iterator[Sweep
         raw = settings.get(row["note"])
         if raw is None or raw["mode"] != "agg" or not row["predicted"]:
             continue
-        devices = int(raw["tp_size"]) * int(raw["pp_size"]) * int(raw["attention_dp_size"])
+        devices = prod(int(raw[name] or 1) for name in ("tp_size", "pp_size", "attention_dp_size"))
         names = ("model_path", "system", "backend", "backend_version", "precision", "isl", "osl")
         key = tuple(raw[name] for name in names)
         groups.setdefault(key, []).append((round(float(raw["batch_size"])), devices, int(raw["osl"]), row))
