@@ -40,8 +40,10 @@ PRECISION = 0.02
 """Relative precision of the highest rate."""
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
-MOST_GROWTH = 2.0
-"""If turns wait more than so many times as long at the end of a run as at its beginning, the rate is not sustained."""
+MOST_GROWTH, MOST_SLOWING = 2.0, 1.1
+"""If turns wait more than so many times as long in the last third of a run as in the first, or a token takes so many
+times as long as in the second, the rate is not sustained.
+"""
 SEED = 0
 
 
@@ -178,9 +180,12 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
         if bound is not None:
             found.append(float(np.quantile(per_session(times, counts, values), constraint.quantile)) / bound)
     # A queue that grows would break any bound in a longer run.
-    thirds = np.array_split(of_turns.ttft_s[np.argsort(times.arrived_s[counts], kind="stable")], 3)
-    growth = float(thirds[2].mean() / max(thirds[0].mean(), 1e-9))
-    return max(*found, growth / MOST_GROWTH if growth > MOST_GROWTH else 0.0)
+    order = np.argsort(times.arrived_s[counts], kind="stable")
+    for values, before, most in ((of_turns.ttft_s, 0, MOST_GROWTH), (of_turns.tpot_s, 1, MOST_SLOWING)):
+        thirds = [float(third.mean()) for third in np.array_split(values[order], 3)]
+        growth = thirds[2] / max(thirds[before], 1e-9) / most
+        found.append(growth if growth > 1 else 0.0)
+    return max(found)
 
 
 class SharesKept(NamedTuple):

@@ -227,7 +227,7 @@ class _SessionSearch:
             if high <= (1 + PRECISION) * low:
                 break
             rate = (low * high) ** 0.5 if low else high / 4
-        return Ceiling(high, BOUND)
+        return Ceiling((1 + PRECISION) * high, BOUND)  # to which rates are simulated
 
     def _bound(self, token_s: float) -> float:
         """Return a bound on the turns a second if a session's tokens may be kept for `token_s`."""
