@@ -71,7 +71,7 @@ def test_rra_is_its_recursion_over_phases(outputs: dict[int, float], batch: int,
 @given(OUTPUTS, BATCHES, st.integers(0, 2**32 - 1))
 def test_static_is_the_mean_of_drawn_batches(outputs: dict[int, float], batch: int, seed: int) -> None:
     model, total = model_of(outputs), sum(outputs.values())
-    draws = np.random.default_rng(seed).choice(list(outputs), (400, batch), p=[p / total for p in outputs.values()])
+    draws = np.random.default_rng(seed).choice(list(outputs), (8000, batch), p=[p / total for p in outputs.values()])
     steps = step_s(model, np.full(max(outputs) - 1, float(batch)), np.arange(1.0, max(outputs)))
     until = np.concatenate([[0.0], np.cumsum(steps)])
     cycle = encode_s(model, batch) + until[draws.max(axis=1) - 1].mean()
