@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 def truth() -> str:
     """Return the errors of predictions, from the ratios of measured to predicted that ranges come from."""
     rows: dict[str, list[float]] = defaultdict(list)
-    for load, _, family, _, source, quantity, ratios in json.loads((configs_dir() / "errors.json").read_text()):
+    for load, _, family, _, source, *_, quantity, ratios in json.loads((configs_dir() / "errors.json").read_text()):
         if source == "imported" and load != "disaggregated":
             rows[f"{quantity}, {family}"] += [100 * (1 / ratio - 1) for ratio in ratios]
     names = sorted((name for name in rows if len(rows[name]) >= 50), key=lambda name: name.split(", ")[::-1])
