@@ -308,7 +308,10 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as
     "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
     running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
-    order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time", group=RESEARCH)] = None
+    order: Annotated[
+        AdmissionOrder | None,
+        Option(unset="fcfs; with `ttft_s` also in-time, unless an engine is named", group=RESEARCH),
+    ] = None
     """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest
     prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which
     finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB)."""

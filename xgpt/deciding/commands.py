@@ -112,8 +112,9 @@ def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, por
     """Return the command that starts one replica of a plan in its engine. Return None if the engine's own scheduler
     cannot run the plan.
 
-    The engines' own schedulers run only the policy chunked, on equal stages. If a plan for GPUs names no engine, the
-    command is for vLLM. On CPUs, the command starts vLLM as its profile was measured: with the same threads.
+    The engines' own schedulers run only the policy chunked, in order of arrival, on equal stages. If a plan for GPUs
+    names no engine, the command is for vLLM. On CPUs, the command starts vLLM as its profile was measured: with the
+    same threads.
 
     Args:
         kept: further options for vLLM's command, such as those of the current deployment.
@@ -121,7 +122,7 @@ def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, por
         port: port on which the engine answers. None means its default, or the one in `kept`.
     """
     policy, stages = plan.policy, plan.stages
-    if not isinstance(policy, ChunkedSettings):
+    if not isinstance(policy, ChunkedSettings) or plan.admission.order != "fcfs":
         return None
     if plan.cluster.device.type != "gpu":
         return _on_cpus(plan, kept or {})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Pinned, Plan, PlanDraft, SearchMethod
-from xgpt.core.schema.plan import SPECULATIVE_POLICIES
+from xgpt.core.schema.plan import SPECULATIVE_POLICIES, rate_of
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
 from xscheduler.found import Found
@@ -21,13 +22,17 @@ from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.space import UNCUT, runnable
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.step_times import with_step_times
+from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast import CHOICES, TUNED
 
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
 """Variables that can be fixed under order das: the prompt tokens of a row (TCB's L), eta in percent, and the number of
 batches that run at the same time.
 """
+MIXING = ("chunked", "orca")
+"""Policies whose steps may both encode and decode."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """Policies that other planners offer."""
 
@@ -52,8 +57,9 @@ def found_each(
     """Return each policy's best schedule with what is proven about the question, the best of all first.
 
     Args:
-        order: order of admission. None means fcfs, or the order that tuning finds. A vLLM plan uses xgpt's scheduler
-            class if it has another order or a tuned policy.
+        order: order of admission. None means fcfs or, where it keeps a higher rate, in-time (see `_with_in_time`), and
+            the order that tuning finds. A vLLM plan uses xgpt's scheduler class if it has another order or a tuned
+            policy.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -83,6 +89,8 @@ def found_each(
         plans = TunedArrivals(by, finish, progress, policy, order).settle(kinds)
     else:
         plans = _distinct(best_of_each(by, kinds, finish, progress))
+        if order is None:
+            plans = _with_in_time(by, plans, progress)
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
     return {kind: replace(found, draft=found.draft.but(pinned=pinned)) for kind, found in plans.items()}
 
@@ -125,6 +133,35 @@ def best_of_each(
     if constraint.maximises_arrivals:
         return Arrivals(by, finish, progress, only_best=only_best).settle(kinds)
     return Saturated(by, finish, progress).settle(kinds)
+
+
+def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | None) -> dict[str, Found]:
+    """Return the plans. If TTFT is bounded and xgpt's rule runs the steps, the best plan may have order in-time. Only
+    policies that mix prompts and decodes are tried, where counts simulate this order.
+    """
+    problem = by.problem
+    constraint, engine = problem.constraint, problem.engine
+    is_own = engine is None or "xgpt" in (engine.framework, engine.scheduler)
+    simple = problem.reused is None and problem.workload.sessions is None and not problem.model.is_encoder_decoder
+    if not (constraint.maximises_arrivals and constraint.ttft_s is not None and is_own and simple):
+        return plans
+
+    def finish(plan: PlanDraft) -> PlanDraft:
+        return corrected(_admitting(plan, "in-time", problem), problem)
+
+    kinds = [kind for kind in plans if kind in MIXING and is_counted(_admitting(plans[kind].draft, "in-time", problem))]
+    if not kinds:
+        return plans
+    with suppress(InfeasibleError):
+        ((kind, found),) = Arrivals(by, finish, progress, only_best=True).settle(kinds).items()
+        best = next(iter(plans.values()))
+        if rate_of(found.draft) > (1 + TOLERANCES.rate) * rate_of(best.draft):
+            ceilings = [one.ceiling for one in (found, best)]
+            unproven = [ceiling for ceiling in ceilings if ceiling.most is None]
+            ceiling = (unproven or [found.ceiling._replace(most=max(each.most or 0.0 for each in ceilings))])[0]
+            others = {name: one for name, one in plans.items() if name != kind}
+            return {kind: replace(found, ceiling=ceiling), **others}
+    return plans
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:

@@ -65,3 +65,17 @@ def test_two_devices_can_be_divided_in_one_way():
     plans = plans_of(cluster="a40x8", policy="waa", devices=2)
     assert list(plans) == ["waa"]
     assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices in the same way"]
+
+
+def test_the_order_of_admission_is_chosen_with_the_plan() -> None:
+    """A few long prompts make many short ones late: 12.4 requests/s keep the bounds by arrival, 17.1 in-time."""
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-code", "ttft_s": 0.5, "tpot_s": 0.03}
+    rates = {}
+    for order in (None, "fcfs"):
+        plan = api.plan(**asked, order=order, latency_bound_s=None)
+        rates[order] = plan.estimate.capacity.rate_per_s
+        assert plan.admission.order == ("fcfs" if order else "in-time")
+        assert plan.search.gap is not None
+    assert rates[None] > 1.3 * rates["fcfs"]
+    # vLLM's own scheduler admits in order of arrival.
+    assert api.plan(**asked, engine="vllm", latency_bound_s=None).admission.order == "fcfs"
