@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
     "zhipuai/GLM-5": ("glm-5", None),
 }
 """Each model as served, and the format of its weights if it is not the model's own."""
+LAUNCHES_FITTED = ("gpt-oss-120b", "kimi-k2.5")
+"""Models to whose rows vLLM's time of a launch was fitted."""
 NVFP4: dict[str, Stored] = {
     "kimi-k2.5": "nvfp4",
     "minimax-m2": "nvfp4",
@@ -67,7 +69,8 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
         source = "silicon, DeepSeek" if name.startswith("deepseek") else "silicon, experts"
         group = f"{name} {raw['moe_quant_mode'] or 'bfloat16'} {raw['system']} {backend}"
-        row = Row(source, group, False, measured, note=raw["id"])
+        is_fitted = backend == "vllm" and name in LAUNCHES_FITTED
+        row = Row(source, group, is_fitted, measured, note=raw["id"])
         if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
             yield replace(row, why_not=why_not)
             continue
