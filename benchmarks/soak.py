@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class SoakRow:
     repeated: int = 0
     longest_s: float = 0.0
     kills: dict[str, float] = field(default_factory=dict)
-    decisions: Counter[str] = field(default_factory=Counter)
+    decisions: dict[str, int] = field(default_factory=dict)
 
 
 def prompts(rng: np.random.Generator, longer: int) -> list[dict[str, object]]:
@@ -160,7 +159,7 @@ class Soak:
     async def _count_decisions(self, client: httpx.AsyncClient) -> None:
         page = (await client.get(f"{self._url}/metrics")).text
         for action, count in re.findall(r'^xgpt_plan_decisions_total\{action="(\w+)".*\} ([\d.]+)', page, re.M):
-            self.row.decisions[action] += int(float(count))
+            self.row.decisions[action] = self.row.decisions.get(action, 0) + int(float(count))
 
 
 def main() -> None:
