@@ -17,12 +17,20 @@ from xgpt.comparing.current import CurrentEngine, planned_with
 from xgpt.comparing.flags import VARIABLE, Given
 from xgpt.comparing.launched import NONE_SET, read_current
 from xgpt.comparing.own_times import why_late
-from xgpt.comparing.scoring import engine_name, has_types, kept_options, memory_note, runs_in, score_current, types_of
+from xgpt.comparing.scoring import (
+    batch_note,
+    engine_name,
+    has_types,
+    kept_options,
+    memory_note,
+    runs_in,
+    score_current,
+    types_of,
+)
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import (
     BenchReport,
-    ChunkedSettings,
     ClusterSpec,
     Plan,
     Profile,
@@ -137,6 +145,13 @@ def compare(
     return found
 
 
+def in_engine_of(request: PlanRequest, running: CurrentEngine, cluster: ClusterSpec) -> PlanRequest:
+    """Return a request for the engine that runs now, unless the request or its profile names one."""
+    if request.engine is None and request.profile is None and cluster.device.type == "gpu":
+        return request.but(engine=engine_name(running))
+    return request
+
+
 def _with_current(
     request: PlanRequest,
     current: str,
@@ -153,8 +168,8 @@ def _with_current(
         raise InputError("current", serves, VARIABLE)
     if serves is not None and (request.config is None or hub.is_id(serves)):
         request = request.but(model=serves)
-    if request.engine is None and request.profile is None and cluster.device.type == "gpu":
-        request = request.but(engine=engine_name(running))
+    if (planned_in := in_engine_of(request, running, cluster)) is not request:
+        request = planned_in
         notes = (f"the plans are for {request.engine}, the engine that the command starts", *notes)
     if running.version is not None:
         scored_as = engine_name(running)
@@ -181,10 +196,8 @@ def _with_current(
         if error.binding == "memory" and number < of:
             error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
         raise
-    assert isinstance(scored.policy, ChunkedSettings)
-    if (fit := scored.policy.max_batch) < (seqs := running.max_num_seqs):
-        notes = (*notes, f"max_batch {fit}: so many requests of these lengths fit into K/V memory at once, of {seqs}")
-    notes = (*notes, *_front_note(scored, running.api_servers), *memory_note(as_run, running))
+    notes = (*notes, *batch_note(scored, running), *_front_note(scored, running.api_servers))
+    notes = (*notes, *memory_note(as_run, running))
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
     compared = planned.plans if planned.beside is None else {**planned.plans, BESIDE: planned.beside}

@@ -126,6 +126,15 @@ def deployed(problem: Problem, current: CurrentEngine) -> Deployed:
     return Deployed(chooser, placement, chooser.candidates.space("chunked", placement), runs, step_tokens)
 
 
+def batch_note(scored: Plan, running: CurrentEngine) -> list[str]:
+    fit = scored.policy.max_batch if isinstance(scored.policy, ChunkedSettings) else running.max_num_seqs
+    if fit >= running.max_num_seqs:
+        return []
+    return [
+        f"max_batch {fit}: so many requests of these lengths fit into K/V memory at once, of {running.max_num_seqs}"
+    ]
+
+
 def memory_note(problem: Problem, current: CurrentEngine) -> list[str]:
     """Return a note on the size of K/V memory that vLLM logs when it starts, by which a user can check predictions."""
     if problem.cluster.device.type != "gpu" or current.framework != "vllm":

@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.comparing.compare import Compared, compare
+from xgpt.comparing.compare import Compared, compare, in_engine_of
+from xgpt.comparing.launched import read_current
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
-from xgpt.core.schema import Plan
+from xgpt.core.schema import ClusterSpec, Plan
 from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding import words
 from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
+from xgpt.resolve import load_cluster
 from xgpt.solving import Planned, solve
 from xscheduler.objectives.best_plans import best_of_each, kinds_of
 from xscheduler.schedule import Scheduler, scheduler
@@ -66,7 +68,7 @@ class Explorer:
         if not isinstance(current, str | None):
             raise InputError("current", current, "write the command of the current deployment")
         request = plan_request(**asked)
-        search, outline = self._scheduler(request)
+        search, outline = self._scheduler(request if current is None else _in_engine_of(request, current))
         kinds = kinds_of(search.problem, request.policy)
         best = None
         try:
@@ -185,6 +187,14 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
         served = plan.estimate.throughput_rps if rate is None else rate
         rows.append({"bound_s": constraint.latency_bound_s, "policy": plan.policy.kind, "rate_per_s": served})
     return rows
+
+
+def _in_engine_of(request: PlanRequest, command: str) -> PlanRequest:
+    try:
+        cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+        return in_engine_of(request, read_current(command, cluster), cluster)
+    except XgptError:
+        return request  # the comparison says what is wrong with the command
 
 
 def _judged(request: PlanRequest, command: str) -> Compared | XgptError:

@@ -26,7 +26,7 @@ def test_windows_cover_the_whole_log_on_its_clock() -> None:
     assert load.windows[0].name == "00:00 to 00:15"
     assert load.busiest is not None and "11:00" < load.busiest.name < "13:00"
     assert load.busiest.rate_per_s > 2 * (load.rate_per_s or 0)
-    assert LogLoad.of("day", a_day(begin_s=None)).windows[0].name == "0 s to 15 min"
+    assert LogLoad.of("day", a_day(begin_s=None)).windows[0].name == "+0:00 to +0:15"
 
 
 def test_a_verdict_is_on_the_worst_window() -> None:

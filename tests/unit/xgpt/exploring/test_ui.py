@@ -68,7 +68,7 @@ def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
     assert {row["policy"] for row in first["rows"]} == {line["name"] for line in parts[1]["lines"]}
     rates = [row["rate_per_s"] for row in parts[3]["rows"]]
     assert rates == sorted(rates)
-    assert " times, " in parts[-1]["gain"] and "requests/s" in parts[-1]["gain"]
+    assert " times (" in parts[-1]["gain"] and "requests/s" in parts[-1]["gain"]
     from xgpt import plan
 
     mine = plan(**ONE, engine="vllm")  # the engine that the current deployment runs in
