@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,15 +71,42 @@ class EngineProblem:
     variants: tuple[tuple[str, ...], ...] = ((),)
 
     def command_of(self, plan: Plan, *, is_now: bool, variant: int = 0) -> str | None:
-        """Return what starts the engine with a plan's settings: for those that run now, the present command itself."""
+        """Return what starts the engine with a plan's settings: for those that run now, the present command itself; on
+        the same devices, the present command with other sizes, so that nothing else differs.
+        """
         if is_now and self.command:
             return self.command
         command = engine_command(plan, self.kept)
+        if command and self.command and self.now is not None and _shape(plan) == _shape(self.now):
+            command = _resized(self.command, command)
         return command and " ".join([command, *map(shlex.quote, self.variants[variant])])
 
     @property
     def settings_now(self) -> list[ChunkedSettings]:
         return [self.now.policy] if self.now is not None and isinstance(self.now.policy, ChunkedSettings) else []
+
+
+SIZES = re.compile(
+    r"--(max[-_]num[-_]batched[-_]tokens|max[-_]num[-_]seqs|chunked[-_]prefill[-_]size|max[-_]running[-_]requests)"
+)
+"""The flags that a search changes."""
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    return plan.replicas, [(stage.tp, stage.ep) for stage in plan.stages]
+
+
+def _resized(command: str, other: str) -> str:
+    """Return a command with the sizes of another one."""
+    words, sizes = list[str](), list[str]()
+    for text, kept, is_size in ((command, words, False), (other, sizes, True)):
+        found = iter(shlex.split(text))
+        for word in found:
+            name, equals, _ = word.partition("=")
+            is_flag = SIZES.fullmatch(name) is not None
+            group = [word] if equals or not is_flag else [word, next(found, "")]
+            kept += group if is_flag == is_size else []
+    return shlex.join([*words, *sizes])
 
 
 def engine_problem(

@@ -185,6 +185,9 @@ def test_what_runs_now_is_measured_first_and_kept_if_nothing_is_better(
     found = searched(monkeypatch, machine, running).run()
     assert machine.ran[0] == (700, 60) and found.runs[0].command == command, "exactly what runs now is measured"
     assert found.recommendation.best.processes[0].command == command
+    for run in found.runs[1:]:
+        assert run.command.startswith("vllm serve llama --max-model-len 8192 --swap-space 8 "), "only sizes differ"
+        assert f"--max-num-seqs {run.max_batch}" in run.command and run.command.count("--max-num-seqs") == 1
     assert found.recommendation.action == "keep" and found.recommendation.best.settings.endswith("max_batch 60")
     assert all("--max-model-len 8192" in run.command for run in found.runs)
 
