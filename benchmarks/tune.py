@@ -66,6 +66,8 @@ SPREADS = {"tokens": 0.15, "encode_attention": 0.3, "decode_attention": 0.2, "he
 PACE, TILT, MIXING, PATH_S = 0.12, 0.05, 0.15, 0.03
 """The same of all times together; standard deviation of the exponent with which times grow with a step's tokens; means
 of the cost of mixed steps and of the further seconds of a request's way."""
+APART = 0.33, 0.14
+"""Standard deviations by which TTFTs and TPOTs of published rows differ from predictions, as above."""
 NOISE, TIME_NOISE = 0.02, 0.03
 """Relative errors of a measured rate, and of measured times."""
 MOST = 24
@@ -283,7 +285,7 @@ class Sweep(NamedTuple):
     Attributes:
         places: logarithms of the clients and of the devices. # [candidates, 2]
         measured, predicted: requests/s for each device, 0 beyond the bound on TPOT. # [candidates]
-        likely: the same predictions under random errors of all times together. # [samples, candidates]
+        likely: the same predictions under random errors of all TTFTs, and of all TPOTs. # [samples, candidates]
     """
 
     name: str
@@ -301,10 +303,10 @@ def sweeps(rows: Path, sample: Path, rng: np.random.Generator) -> Iterator[Sweep
         raw = settings.get(row["note"])
         if raw is None or raw["mode"] != "agg" or not row["predicted"]:
             continue
-        devices = prod(int(raw[name] or 1) for name in ("tp_size", "pp_size", "attention_dp_size"))
+        devices = prod(max(1, int(raw[name] or 1)) for name in ("tp_size", "pp_size", "attention_dp_size"))
         names = ("model_path", "system", "backend", "backend_version", "precision", "isl", "osl")
         key = tuple(raw[name] for name in names)
-        groups.setdefault(key, []).append((round(float(raw["batch_size"])), devices, int(raw["osl"]), row))
+        groups.setdefault(key, []).append((max(1, round(float(raw["batch_size"]))), devices, int(raw["osl"]), row))
     for key, found in groups.items():
         if len(found) >= 8:
             yield _sweep(" ".join(key), found, rng)
@@ -312,16 +314,18 @@ def sweeps(rows: Path, sample: Path, rng: np.random.Generator) -> Iterator[Sweep
 
 def _sweep(name: str, found: list[tuple[int, int, int, dict[str, Any]]], rng: np.random.Generator) -> Sweep:
     clients, devices, outputs = (np.asarray([one[at] for one in found], float) for at in range(3))
-    pace = np.exp(PACE * rng.standard_normal(512))[:, None]
+    paces = np.exp(np.asarray(APART) * rng.standard_normal((512, 2)))
     bound_s = float(np.median([one[3]["measured"]["TPOT"] for one in found]))
 
-    def rate(times: str, pace: Array | float = 1.0) -> Array:
+    def rate(times: str, paces: Array) -> Array:
         ttft_s, tpot_s = (np.asarray([one[3][times][name] for one in found]) for name in ("TTFT", "TPOT"))
-        whole_s = pace * (ttft_s + outputs * tpot_s)
-        return np.where(pace * tpot_s <= bound_s, clients / whole_s / devices, 0.0)
+        tpot_s = paces[:, 1:] * tpot_s
+        rates = clients / (paces[:, :1] * ttft_s + outputs * tpot_s) / devices
+        return np.where(tpot_s <= bound_s, rates, 0.0)
 
     places = np.stack([np.log(clients) / log(3.0), np.log(devices) / log(2.0)], axis=1)
-    return Sweep(name, places, rate("measured"), rate("predicted"), rate("predicted", pace))
+    as_is = np.ones((1, 2))
+    return Sweep(name, places, rate("measured", as_is)[0], rate("predicted", as_is)[0], rate("predicted", paces))
 
 
 def published(rows: Path, sample: Path, seed: int) -> None:
