@@ -87,7 +87,7 @@ class Vllm:
                 "current", shlex.join(rest[:3]), "only vllm serve is started here: give `start` or `manual`"
             )
         port, vllm_python = free_port(), python()
-        given = _without(rest[2:], ("--host", "--port"))
+        given, _ = parted(rest[2:], re.compile(r"--(host|port)"))
         model = [] if given[:1] and given[0].startswith("-") else ["--model"]
         command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", *model, *given]
         command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -101,9 +101,16 @@ class Vllm:
             yield url
 
 
-def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    skipped = {at + offset for at, word in enumerate(words) if word in names for offset in (0, 1)}
-    return [word for at, word in enumerate(words) if at not in skipped]
+def parted(words: Sequence[str], flags: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command without the flags that match, and these flags with their values."""
+    others, matching, left = list[str](), list[str](), iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        if not flags.fullmatch(name):
+            others.append(word)
+        else:
+            matching += [word] if equals else [word, next(left, "")]
+    return others, matching
 
 
 class Template:

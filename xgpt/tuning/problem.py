@@ -21,6 +21,7 @@ from xgpt.deciding.commands import engine_command
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest, ProblemRequest, as_plan_request
 from xgpt.resolve import load_cluster, load_engine
+from xgpt.tuning.engines import parted
 from xscheduler.problem import Problem
 from xscheduler.tuning.model import Prior
 
@@ -98,15 +99,7 @@ def _shape(plan: Plan) -> tuple[object, ...]:
 
 def _resized(command: str, other: str) -> str:
     """Return a command with the sizes of another one."""
-    words, sizes = list[str](), list[str]()
-    for text, kept, is_size in ((command, words, False), (other, sizes, True)):
-        found = iter(shlex.split(text))
-        for word in found:
-            name, equals, _ = word.partition("=")
-            is_flag = SIZES.fullmatch(name) is not None
-            group = [word] if equals or not is_flag else [word, next(found, "")]
-            kept += group if is_flag == is_size else []
-    return shlex.join([*words, *sizes])
+    return shlex.join([*parted(shlex.split(command), SIZES)[0], *parted(shlex.split(other), SIZES)[1]])
 
 
 def engine_problem(
