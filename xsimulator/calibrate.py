@@ -4,8 +4,6 @@ A profile's tables are measured part by part. In a serving engine, the parts run
 machine. One factor for each table corrects this:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
-
-If a log hardly determines a factor, the factor stays near 1.
 """
 
 from __future__ import annotations
@@ -53,11 +51,7 @@ class Steps:
 
 
 def steps_of(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """Return the steps of a log, with the predicted time of each part. Each replica must have one device.
-
-    Raises:
-        InputError: a replica of `plan` has several devices.
-    """
+    """Return the steps of a log, with the predicted time of each part. Each replica must have one device."""
     if plan.devices_per_replica > 1:
         raise InputError(
             "plan", f"{plan.devices_per_replica} devices a replica", "calibrate with a plan for one device"
@@ -103,11 +97,10 @@ def calibrate(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> t
 def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array:
     """Return one factor for each part, by least squares of the relative errors.
 
-    Each error is weighted by the time of its step, and outliers are left out.
-
     Args:
         around: the value near which factors stay if the steps hardly determine them.
-        prior_weight: weight of a factor's relative distance from `around`."""
+        prior_weight: weight of a factor's relative distance from `around`.
+    """
     from scipy.optimize import lsq_linear
 
     weighted = around * steps.parts / steps.seconds[:, None]
@@ -143,12 +136,7 @@ def bias(steps: Steps, factors: Array) -> float:
 
 
 def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str) -> Profile:
-    """Return the profile with each table multiplied by its factor and an entry about the factors in its provenance.
-
-    Args:
-        by: for each name in `PARTS`, the factor.
-        name, source: name of the provenance entry, and text about the source of the factors.
-    """
+    """Return the profile with each table multiplied by its factor and an entry about the factors in its provenance."""
     layers = tuple(
         layer.but(
             rest=layer.rest.times(by["tokens"]),

@@ -27,7 +27,6 @@ from xsimulator.measures import RequestTimes
 from xsimulator.session_rate import session_capacity
 
 LEAST_REQUESTS = 2000
-"""Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
 """At saturation, requests are measured for at least this number of spans, after a warm-up of one span. A span is the
@@ -35,13 +34,10 @@ latency bound or, if shorter, a request's time just below saturation, waiting in
 time, the rate equals saturated throughput to within `PRECISION`.
 """
 PRECISION = 0.02
-"""Relative precision of the highest rate."""
 EDGE = 0.05
 """Bounds are tightened and loosened by this share, to show the rate's sensitivity to them."""
 KNOWN_BEYOND = 1.02
-"""A simulated run ends early once the quantile of its times exceeds the bounds by this factor. A smaller excess is
-computed exactly, because it helps to choose the next rate.
-"""
+"""A simulated run ends early once the quantile of its times exceeds the bounds by this factor."""
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 SEED = 0
@@ -74,11 +70,7 @@ def _drawn(
 
 
 class Trial:
-    """Simulates the requests that arrive at one replica of a plan, at any rate.
-
-    Raises:
-        InputError: the profile was not made for the plan's devices.
-    """
+    """Simulates the requests that arrive at one replica of a plan, at any rate."""
 
     def __init__(
         self,
@@ -218,7 +210,6 @@ class CapacitySearch:
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
-        """Return whether the bounds are kept at a rate."""
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
@@ -226,7 +217,6 @@ class CapacitySearch:
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
-        """Return the result as a `Capacity`."""
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
         tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))
@@ -308,11 +298,7 @@ class CapacitySearch:
 def capacity(
     plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
 ) -> Capacity | None:
-    """Return the highest arrival rate at which a plan keeps its bounds in simulation.
-
-    Args:
-        edges: whether to also return the rates under slightly tighter and looser bounds.
-    """
+    """Return the highest arrival rate at which a plan keeps its bounds in simulation."""
     if not plan.constraint.bounds_latency:
         return None
     if plan.workload.sessions is not None:

@@ -17,8 +17,6 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts, TransferCost
 
 
 class Span(NamedTuple):
-    """The execution of a step on one stage."""
-
     lane: LaneName
     stage: int
     start_ns: int
@@ -31,9 +29,6 @@ OnSpan = Callable[[Span], None]
 
 class Clock:
     """Computes when the steps of one lane end. Pass it each step once, in the order of the steps.
-
-    Args:
-        jitter: how the times of single steps vary around the profile's means. None means that they do not vary.
 
     Attributes:
         free_ns: for each stage, the time at which it has finished all scheduled steps.
@@ -64,7 +59,6 @@ class Clock:
         return now
 
     def occupy(self, issue_ns: int, seconds: float) -> None:
-        """Keep every stage busy for `seconds` after its last scheduled step."""
         self.free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self.free_ns]
 
 

@@ -41,7 +41,6 @@ SimulatedClock = Callable[[int, Step], int]
 """A function from (time of scheduling in ns, step) to the step's end in ns, called once for each step, in order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
-"""See `StepRecord`."""
 
 
 class _UnderWay(NamedTuple):
@@ -54,11 +53,7 @@ class _UnderWay(NamedTuple):
 
 
 class SimulatedEngine:
-    """Runs requests through a schedule.
-
-    Args:
-        requests: the requests, in order of arrival.
-    """
+    """Runs requests through a schedule."""
 
     def __init__(self, schedule: Schedule, clock: SimulatedClock, requests: Sequence[SimulatedRequest]) -> None:
         self.schedule = schedule
@@ -75,7 +70,6 @@ class SimulatedEngine:
         self.now_ns = 0
 
     def step(self) -> StepRecord | None:
-        """Advance to the end of the next step, and return its record, or None if all requests have finished."""
         while True:
             self._take_in()
             for lane in self.schedule.lanes:
@@ -99,7 +93,6 @@ class SimulatedEngine:
             self._output_chain[request.id] = request.output_chain
 
     def run(self) -> list[StepRecord]:
-        """Run until all requests have finished, and return the records of all steps."""
         return list(iter(self.step, None))
 
     def _next_arrival_ns(self) -> int | None:
@@ -128,16 +121,11 @@ class SimulatedEngine:
 
 
 class _Endings:
-    """Computes from the output lengths which requests have their last token in a step.
-
-    Every decode step of a micro-batch gives one token to each of its decoding requests. So the decode step in which a
-    request ends is known once the request begins to decode.
-    """
+    """Computes from the output lengths which requests have their last token in a step."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._whole: dict[int, int] = {}
-        """Output length of each request."""
         self._left: dict[int, int] = {}
         """Number of output tokens still to compute, for requests that do not decode yet."""
         self._counted: dict[int, tuple[MicroBatch, int]] = {}
@@ -264,10 +252,8 @@ class _Journal:
 def replay(
     schedule: Schedule, log: Sequence[StepRecord], on_begin: Callable[[StepRecord, Step], None] | None = None
 ) -> list[StepRecord]:
-    """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's steps.
-
-    The steps end before the first step in which schedule and log differ. A log may be incomplete, for example because
-    its engine was killed.
+    """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's
+    steps.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []

@@ -21,9 +21,7 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest gap between consecutive steps of a busy engine. The engine delivers tokens and accepts requests in such a
-gap.
-"""
+"""Longest gap between consecutive steps of a busy engine."""
 
 
 class Executed(NamedTuple):
@@ -54,24 +52,18 @@ class Paces(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The pace: the measured time of all steps together, divided by their predicted time."""
         return float(self.measured_s.sum() / self.predicted_s.sum())
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Paces:
-        """Return only the steps for which `mask` is true."""
         return Paces(self.measured_s[mask], self.predicted_s[mask], self.tokens[mask], self.lanes[mask])
 
     @property
     def by_lane(self) -> dict[str, float]:
-        """The pace of each lane."""
         return {str(name): self.where(self.lanes == name).ratio for name in np.unique(self.lanes)}
 
 
 def executed(plan: PlanDraft, log: Sequence[StepRecord], rule: Rule | None = None) -> list[Executed]:
-    """Return the steps of a log, except transfers. If a step cannot be replayed, later steps are left out.
-
-    In a log of several replicas, each replica's steps are replayed separately.
-    """
+    """Return the steps of a log, except transfers. If a step cannot be replayed, later steps are left out."""
     logs = [[record for record in log if record.replica == number] for number in range(plan.replicas)]
     return [step for of_one in logs for step in _of_replica(plan, of_one, rule)]
 
@@ -112,9 +104,6 @@ def paces(
 
     Return None if a lane has several stages, since steps then wait for each other (see `paces_of_workers`), or if no
     step was executed.
-
-    Args:
-        within: the steps of the log to compare. None means all.
     """
     lanes = lanes_of(plan, profile)
     if any(lane.num_stages > 1 for lane in lanes.values()):

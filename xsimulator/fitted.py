@@ -15,12 +15,7 @@ SOURCE = "fitted to measured loads"
 
 
 class Fit(NamedTuple):
-    """Corrections of predicted times. The default changes nothing.
-
-    Attributes:
-        decode: factor on the time of the smallest step, and on attention of decodes.
-        prefill: factor on the time of a step's further tokens, and on attention of prompts.
-    """
+    """Corrections of predicted times. The default changes nothing."""
 
     decode: float = 1.0
     prefill: float = 1.0
@@ -29,12 +24,10 @@ class Fit(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The fit in words."""
         factors = f"prefill x{self.prefill:.3g}, decode x{self.decode:.3g}"
         return f"{factors}, {1e3 * self.step_s:.3g} ms a step, {1e3 * self.path_s:.3g} ms a request"
 
     def of_profile(self, profile: Profile) -> Profile:
-        """Return the corrected profile."""
         if (self.decode, self.prefill, self.step_s) == (1.0, 1.0, 0.0):
             return profile
         overhead = profile.overhead.but(seconds=tuple(self.step_s + s for s in profile.overhead.seconds))
@@ -52,7 +45,6 @@ class Fit(NamedTuple):
         )
 
     def of_engine(self, engine: EngineSpec) -> EngineSpec:
-        """Return the engine with the corrected time before admission."""
         if not self.path_s:
             return engine
         sources = engine.sources | {"before_admission_s": SOURCE}

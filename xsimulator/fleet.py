@@ -31,11 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica that serves for a part of the day.
-
-    Attributes:
-        from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished.
-    """
+    """A replica that serves for a part of the day."""
 
     kind: int
     from_s: float
@@ -55,11 +51,7 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return replicas that give each interval the required number of each kind. The newest replicas end first.
-
-    Args:
-        counts: number of replicas. # [intervals, kinds]
-    """
+    """Return replicas that give each interval the required number of each kind. The newest replicas end first."""
     found = []
     for kind, of_kind in enumerate(counts.T):
         since: list[float] = []
@@ -89,7 +81,6 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
 
 @kept
 def _routed(arrivals_s, outputs, times_s, weights, paces_s):
-    """Compute `route` on arrays, compiled. # times_s, paces_s: [replicas, 2]"""
     to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
     num_to_come, num_open, closes_s = len(to_come), 0, inf
     open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)
@@ -135,11 +126,7 @@ def simulate_fleet(
     kinds: Sequence[ReplicaKind],
     lanes: Sequence[Mapping[StageLane, LaneCost]],
 ) -> RequestTimes:
-    """Simulate the requests, and return each request's times from its arrival, in order of arrival.
-
-    Args:
-        lanes: for each kind of replica, the step costs of its lanes.
-    """
+    """Simulate the requests, and return each request's times from its arrival, in order of arrival."""
     homes = route(requests, replicas, kinds)
     ttft, tpot, whole = (np.empty(len(requests)) for _ in range(3))
     longest = int(requests.outputs.max(initial=1))

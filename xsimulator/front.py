@@ -7,11 +7,10 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, PlanDraft, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of the time for which an API server may be busy. Requests wait long for a busier server."""
+"""Largest share of the time for which an API server may be busy."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
-    """Return the mean number of seconds for which an API server works on a request."""
     return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
 
 

@@ -26,13 +26,7 @@ LATENT_BLOCK = 64
 
 
 class LayerGroup(NamedTuple):
-    """Layers that take pages together.
-
-    Attributes:
-        window: number of latest tokens that are kept. None means all.
-        is_state: whether a request has one page, whatever its length.
-        filled: share of a page that is not padding.
-    """
+    """Layers that take pages together."""
 
     page_bytes: float
     tokens: int = 1
@@ -42,7 +36,6 @@ class LayerGroup(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes of a token."""
         return self.page_bytes / self.tokens
 
     def pages(self, tokens: float, in_flight: float) -> int:
@@ -60,8 +53,6 @@ class LayerGroup(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What requests keep on a device of a stage."""
-
     groups: tuple[LayerGroup, ...]
     block_size: int
 
@@ -69,7 +60,7 @@ class Kept(NamedTuple):
     def of(
         cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int, engine: EngineSpec | None, block_size: int
     ) -> Kept:
-        """Return what is kept in the layers of a stage. The last one is layer `end - 1`."""
+        """Return what is kept in the layers of a stage."""
         caches = Counter[Cache]()
         is_latent = is_compressed = False
         for kind in spec.kinds:
@@ -120,11 +111,9 @@ class Kept(NamedTuple):
         return sum(group.rate for group in self.groups if _is_full(group, context))
 
     def needed(self, tokens: float, in_flight: float) -> float:
-        """Return the bytes for which an engine needs room to admit a request (see `LayerGroup.pages`)."""
         return sum(group.pages(tokens, in_flight) * group.page_bytes for group in self.groups)
 
     def longest(self, free: float, in_flight: float) -> float:
-        """Return the number of tokens of the longest request that fits into `free` bytes."""
         most = bisect_right(range(MOST_TOKENS), free, key=lambda tokens: self.needed(tokens, in_flight)) - 1
         return float("inf") if most == MOST_TOKENS - 1 else float(max(most, 0))
 

@@ -47,11 +47,9 @@ class Reused:
 
     @property
     def share(self) -> float:
-        """Share of all prompt tokens that are found in the cache."""
         return float((self.probabilities @ self.cached) / (self.probabilities @ self.whole))
 
     def kept_blocks(self, block_size: int) -> int:
-        """Return the number of K/V blocks for `kept_tokens`."""
         return math.ceil(self.kept_tokens / block_size)
 
 

@@ -40,7 +40,6 @@ class Measured:
             out. In the second, steps mix encode and decode, and a longer request would have kept its slot. In both
             cases, the result is the mean TTFT plus the mean gap before each further token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
-        encode_batch, decode_batch: mean number of prompts in steps that encode, and of requests in steps that decode.
     """
 
     num_requests: int
@@ -57,7 +56,6 @@ class Measured:
     latencies_s: Array
 
     def of_replicas(self, number: int) -> Measured:
-        """Return the figures of `number` replicas that all perform like this one."""
         rps, tokens_per_s = number * self.throughput_rps, number * self.output_tokens_per_s
         return replace(self, throughput_rps=rps, output_tokens_per_s=tokens_per_s)
 
@@ -86,9 +84,6 @@ def measure(
         encode_emits: whether the step that ends a prompt computes the first token. False if waa's encode lane has only
             an encoder.
         has_encoder: whether the model is an encoder-decoder. A preempted request then generates its tokens again.
-
-    Raises:
-        InputError: the log is too short.
     """
     steps = _Steps(log, encode_emits=encode_emits, has_encoder=has_encoder)
     first, last = steps.window(skip_requests, num_requests, may_end=may_end)
@@ -131,7 +126,6 @@ def measure(
 
 
 def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) -> Sequence[StepRecord]:
-    """Return the steps in the window of `measure`."""
     first, last = _Steps(log, encode_emits=True).window(skip_requests, num_requests)
     return log[first:last]
 
@@ -164,14 +158,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds from each request's arrival, waiting included. # each [requests]
-
-    Attributes:
-        ttft_s: time to the first token.
-        tpot_s: mean gap between tokens, or 0 for an output of one token.
-        whole_s: time to the last token.
-        num_lost: number of requests that arrived but never ended.
-    """
+    """Seconds from each request's arrival, waiting included. # each [requests]"""
 
     ttft_s: Array
     tpot_s: Array
@@ -180,12 +167,10 @@ class RequestTimes:
 
     @classmethod
     def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
-        """Return the times of requests, given when each arrived and got its first and last token, in ns."""
         gaps = np.maximum(np.asarray(tokens, float) - 1, 1)
         return cls((first - arrived) / 1e9, (last - first) / gaps / 1e9, (last - arrived) / 1e9, num_lost)
 
     def later(self, path_s: float) -> RequestTimes:
-        """Return the times as if all tokens came `path_s` later."""
         return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
 
     def excess(self, goal: Goal) -> Array:
@@ -201,15 +186,12 @@ class RequestTimes:
         return worst
 
     def share_kept(self, goal: Goal) -> float:
-        """Return the share of all arrived requests that kept all bounds of a goal."""
         return float(np.sum(self.excess(goal) <= 1)) / max(len(self.whole_s) + self.num_lost, 1)
 
     def goodput(self, constraint: Constraint) -> float:
-        """Return the share of all arrived requests that kept every bound."""
         return self.share_kept(constraint.all_bounds)
 
     def keeps(self, constraint: Constraint) -> bool:
-        """Return whether, for each goal, enough requests kept the bounds."""
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
@@ -232,11 +214,7 @@ def request_times(
     of_class: str | None = None,
     tokens: npt.NDArray[np.int_] | None = None,
 ) -> RequestTimes:
-    """Return the times, from arrival, of the first requests of a log.
-
-    Args:
-        tokens: number of output tokens by request id. None means the number in the log.
-    """
+    """Return the times, from arrival, of the first requests of a log."""
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
     counted = [
@@ -267,7 +245,6 @@ class _Steps:
         self.num_tokens: dict[int, int] = {}
         self._first_decode: dict[int, int] = {}
         self._batch_of: dict[int, Batch] = {}
-        """For each request, the batch in which it decodes."""
         decode_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         empty_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         decoding: defaultdict[Batch, set[int]] = defaultdict(set)

@@ -158,7 +158,6 @@ class LaneMemory:
         tp = np.asarray([stage.tp for stage in lane], float)
         last = np.cumsum([stage.decoder_layers for stage in lane])
         self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
-        """Bytes of weights on one device of each stage."""
         self._kept = [
             Kept.of(spec, precision.kv, stage, int(end), keeps, block_size)
             for stage, end in zip(lane, last, strict=True)
@@ -170,7 +169,6 @@ class LaneMemory:
             self._kept = [kept._replace(groups=(*kept.groups, drafted)) for kept in self._kept]
         self._block_bytes: Array = block_size * np.asarray([kept.grows(context) for kept in self._kept])
         self.request_bytes: Array = np.asarray([kept.constant(context) for kept in self._kept])
-        """Bytes on a device of each stage for a request of any length: recurrent states, and K/V in windows."""
         self._in_flight: Array = np.asarray([kept.in_flight(context) for kept in self._kept])
         """Bytes on a device of each stage for each token of a running step, beyond windows."""
         if not last[-1]:
@@ -186,7 +184,6 @@ class LaneMemory:
         if keeps is not None and keeps.shares_rest:  # weights may also use memory beyond `usable_memory`
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
         self._occupied: Array = occupied
-        """Bytes of `_usable` that K/V cannot use even if there are no activations, on a device of each stage."""
         # Stages with equal memory need to be computed only once.
         distinct = {
             tuple(row): i
@@ -231,16 +228,10 @@ class LaneMemory:
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
 
     def longest_request(self, step_tokens: float, in_flight: float) -> float:
-        """Return the number of tokens of the longest request that fits in memory by itself.
-
-        Args:
-            step_tokens: number of tokens of the largest step.
-            in_flight: number of tokens of running steps. A layer keeps them beyond its window.
-        """
+        """Return the number of tokens of the longest request that fits in memory by itself."""
         return min(kept.longest(free, in_flight) for kept, free in self._each(step_tokens))
 
     def logged_tokens(self, step_tokens: float, context: int, in_flight: float, *, by_requests: bool) -> int:
-        """Return the K/V tokens that the engine logs when it starts (see `Kept.logged`)."""
         each = self._each(step_tokens)
         return min(kept.logged(free, context, in_flight, by_requests=by_requests) for kept, free in each)
 
@@ -256,7 +247,6 @@ class LaneMemory:
     def device_bytes(
         self, blocks: float, step_tokens: float, requests: float = 0.0, *, encodes: bool = True
     ) -> tuple[int, ...]:
-        """Return the bytes in use on each device, stage by stage, with `blocks` K/V blocks and `requests` requests."""
         activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
         kept = blocks * self._block_bytes + requests * self.request_bytes + encodes * step_tokens * self._in_flight
         by_stage = self.fixed_bytes + activations + kept
@@ -384,11 +374,7 @@ class RequestBlocks:
         *,
         on_average: bool = False,
     ) -> RequestBlocks:
-        """Return the law for a workload.
-
-        Args:
-            request_blocks: memory that each request needs whatever its length, in blocks.
-        """
+        """Return the law for a workload."""
 
         def law(moments: tuple[float, float]) -> RequestBlocks:
             mean, mean_square = moments

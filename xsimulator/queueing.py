@@ -36,7 +36,6 @@ from xsimulator.lengths import Lengths
 Array = npt.NDArray[np.float64]
 
 NUM_LOADS = 16
-"""Number of batch sizes at which a curve is evaluated, from one request to the largest batch."""
 FEW_STATES = 24
 """Up to this number of requests in the system, each number is a state. Beyond it, the distance between states grows."""
 NUM_STATES = 72
@@ -118,7 +117,6 @@ class LoadCurves:
         # The throughput of a schedule never falls with a larger batch. If it falls in the closed form, rounding is the
         # reason.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
-        """Throughput at saturation, in requests a second. # [curves, loads]"""
         stay = ttft + tpot * lengths.mean_decodes
         self._inside = np.maximum.accumulate(np.maximum(self.saturation * stay, 1.0), axis=1)
         self._set_bounds(goal, 1 + headroom, (found.itl_p99 - found.tpot).reshape(shape))
@@ -129,11 +127,7 @@ class LoadCurves:
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
-        """Compute the time that each bound leaves for waiting, and the share that break a bound without waiting.
-
-        Args:
-            beyond: seconds by which the 99th percentile of gaps exceeds the mean gap. # [curves, loads]
-        """
+        """Compute the time that each bound leaves for waiting, and the share that break a bound without waiting."""
         # A long prompt takes longer, and its step takes at least as long as other steps.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
         self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
@@ -175,7 +169,6 @@ class LoadCurves:
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
-        """Return all that `late` needs to know about points of the curves, except their arrival rates. # [n], [n]"""
         places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
         # Each state represents all numbers up to the next state, but no number from n on.
         width = np.clip(np.minimum(np.append(self._states[1:], np.inf), places[:, None]) - self._states, 0.0, None)
@@ -219,11 +212,7 @@ class LoadCurves:
         return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """Return for each point the highest rate at which enough requests keep the bounds, or 0. # [curves, loads]
-
-        Args:
-            at_least: points with a lower throughput at saturation are skipped, and get 0.
-        """
+        """Return for each point the highest rate at which enough requests keep the bounds, or 0. # [curves, loads]"""
         found = np.zeros_like(self.saturation)
         curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))
         points = self.points(curves, loads)
@@ -239,7 +228,6 @@ class LoadCurves:
 def max_rate(
     stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
 ) -> Array:
-    """Return for each point the highest rate at which every goal of a constraint is kept. # [curves, loads]"""
     curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
     return np.min([one.max_rate(at_least) for one in curves], axis=0)
 

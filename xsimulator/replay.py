@@ -18,11 +18,7 @@ MOST_STEPWISE = 5000
 
 @dataclass(frozen=True, eq=False)
 class ReplayedLoad:
-    """A load as a plan serves it.
-
-    Attributes:
-        kept: shares of requests that keep the plan's bounds, without headroom.
-    """
+    """A load as a plan serves it."""
 
     times: RequestTimes
     kept: KeptByWindow

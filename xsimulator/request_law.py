@@ -55,19 +55,16 @@ class RequestLaw:
     batch: Ints
 
     def quantile(self, q: float) -> float:
-        """Return the latency, in s, that a share `q` of all requests does not exceed."""
         seconds, reached = self._sorted
         return float(seconds[_reaches(reached, q)])
 
     def share_within(self, bound_s: float) -> float:
-        """Return the share of all requests whose latency is within a bound."""
         seconds, reached = self._sorted
         index = int(np.searchsorted(seconds, bound_s, side="right"))
         return float(reached[index - 1]) if index else 0.0
 
     @property
     def is_constant(self) -> bool:
-        """Whether all requests of the same length take the same time."""
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
@@ -114,9 +111,6 @@ def request_law(
 ) -> RequestLaw:
     """Return the distribution of latencies at saturation, from `num_requests` admissions after the first
     `skip_requests`.
-
-    Raises:
-        InputError: the log is too short.
     """
     chosen = _chosen(seen.first_token, skip_requests, num_requests)
     decodes = lengths.outputs.astype(int) - encode_emits
@@ -134,11 +128,7 @@ def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
 
 
 def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Return the distribution of the latencies that `num_requests` requests had, after the first `skip_requests`.
-
-    Raises:
-        InputError: the log is too short.
-    """
+    """Return the distribution of the latencies that `num_requests` requests had, after the first `skip_requests`."""
     chosen = _chosen(seen.last_token, skip_requests, num_requests)
     admitted = seen.admitted[chosen]
     return _own_law(seen.end_s[seen.last_token[chosen]] - seen.start_s[admitted], admitted)
@@ -170,12 +160,10 @@ class SeenSteps:
         empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
         ended: for each micro-batch, the steps without decodes after which no request decodes, because all outputs have
             one token.
-        admitted: the number of the step that begins to encode a request's prompt, or -1. # [requests]
         first_token: the number of the step that computes a request's first token, or -1. In an encoder's lane, it is
             the step that ends the prompt. # [requests]
         last_token: the number of the step that computes a request's last token, or -1. # [requests]
         batch: the micro-batch in which a request decodes, or -1. # [requests]
-        joined: the number of a request's first decode step in that micro-batch. # [requests]
     """
 
     start_s: Array
@@ -191,7 +179,6 @@ class SeenSteps:
 
     @classmethod
     def of_run(cls, run: Run) -> SeenSteps:
-        """Return the steps that a run by counts has logged."""
         log, requests = run.log, run.state.requests
         steps, empty, ended = {}, {}, {}
         without = (log["lane"] == BOTH) & (log["decodes"] == 0) & (log["left"] == 0)
@@ -210,7 +197,6 @@ class SeenSteps:
 
     @classmethod
     def of_log(cls, log: Sequence[StepRecord]) -> SeenSteps:
-        """Return the steps of an engine's log."""
         arrivals = [arrival for record in log for arrival in record.arrivals]
         prompts = {arrival.id: arrival.input_length for arrival in arrivals}
         admitted, first, last, batch_of, joined = (np.full(max(prompts, default=-1) + 1, -1) for _ in range(5))

@@ -37,7 +37,6 @@ FULL = 0.95
 GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio. The fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
-"""Names of the figures that count from admission."""
 MANY_REQUESTS = 20_000
 """Replays of more requests than this are simulated by counts if possible. They take seconds, but return no steps."""
 
@@ -101,10 +100,7 @@ class Simulated:
     """A run of one replica of a plan on the simulated engine.
 
     Attributes:
-        steps: the executed steps, with their times. Empty if the run was simulated by counts.
-        spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
-        load: the part of a log that was replayed, or None.
     """
 
     plan: PlanDraft
@@ -118,11 +114,6 @@ class Simulated:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Every known figure by its name.
-
-        If requests arrive over time, latencies count from arrival, and goodput is the share of requests that keep every
-        bound.
-        """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         found = {name: value for name, value in found.items() if not np.isnan(value)}
         if idle := idle_shares(self.spans):
@@ -264,9 +255,6 @@ def simulate(
     """Return the figures and steps of a simulated run of sampled requests. They arrive over time, or all at the start.
 
     One replica is simulated with its share of the arrivals, and its throughput is multiplied by the number of replicas.
-
-    Raises:
-        InputError: a request of the workload can never fit into the plan's K/V memory.
     """
     requests = _drawn(plan, workload, num_requests, rng, arrivals)
     return run_replica(plan, profile, workload, requests, num_requests, on_span)
@@ -329,9 +317,6 @@ def request_latencies(
     If requests enter one by one, the first requests begin in the middle of their outputs, as in a running engine. If
     they began at the start of their outputs, they would end nearly together, and so would later requests for a long
     time.
-
-    Raises:
-        InputError: a request of the workload can never fit into the plan's K/V memory.
     """
     check_fits(plan, workload)
     lengths = Lengths(workload)
@@ -358,11 +343,7 @@ def request_latencies(
 def seen_at_once(
     plan: PlanDraft, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
-    """Return the steps of one replica if all requests arrive at the start and each step takes its mean time.
-
-    Args:
-        needed: the run may end once the first `needed` requests have ended. None means all requests.
-    """
+    """Return the steps of one replica if all requests arrive at the start and each step takes its mean time."""
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
     run.run(KeptBounds((), 0, len(inputs) if needed is None else needed))
@@ -397,13 +378,8 @@ def replay_trace(
     on_span: OnSpan | None = None,
     rule: Rule | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and steps.
-
-    Args:
-        num_requests: number of requests that are measured, or all if the trace has fewer.
-
-    Raises:
-        InputError: the trace has no times, or a request can never fit into the plan's K/V memory.
+    """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and
+    steps.
     """
     trace = _replayed(plan, workload, trace, num_requests)
     return run_replica(plan, profile, workload, trace, num_requests, on_span, rule)
@@ -424,9 +400,6 @@ def replay_by_counts(
     """Replay a trace by counts, with mean step times. Return None if the plan cannot be simulated by counts.
 
     The times of requests equal those of `replay_trace`, but gaps between single tokens and idle shares are not known.
-
-    Raises:
-        InputError: the trace has no times, or a request can never fit into the plan's K/V memory.
     """
     trace = _replayed(plan, workload, trace, num_requests)
     has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
@@ -512,12 +485,7 @@ def run_requests(
     clients: int | None = None,
     rule: Rule | None = None,
 ) -> list[StepRecord]:
-    """Simulate requests on one replica, and return the steps.
-
-    Args:
-        trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
-            has no prefixes, the planned share of each prompt is a common prefix.
-    """
+    """Simulate requests on one replica, and return the steps."""
     schedule = policies.build(plan, rule)
     size = plan.block_size
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
@@ -599,7 +567,6 @@ def reused_share(log: Sequence[StepRecord]) -> float:
 
 
 def clock_of(plan: PlanDraft, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> SimulatedClock:
-    """Return the simulated clock for the steps of one replica."""
     lanes = lanes_of(plan, profile)
     if "both" in lanes:
         return LaneClock(lanes["both"], schedule, on_span, lanes["both"].profile.jitter)
@@ -655,7 +622,6 @@ def read_log(
 
 
 def warm_up_of(plan: PlanDraft, log: Sequence[StepRecord]) -> int:
-    """Return the number of warm-up requests of a saturated run, for all replicas in the log."""
     return len({record.replica for record in log}) * warm_up_requests(plan)
 
 

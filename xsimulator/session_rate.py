@@ -27,7 +27,6 @@ from xsimulator.sessions import TurnTimes, run_sessions
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
 """A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
 LARGEST_RUN = 60_000
-"""Largest number of turns of a run."""
 LIFETIMES, STEADY = 4.0, 2.5
 """Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
 begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
@@ -35,9 +34,7 @@ begin over fewer than `STEADY` times counts as not kept, since the run never is 
 MOST_ROUTED = 800
 """Number of turns of a run on several replicas."""
 DRAWN_SESSIONS = 400
-"""Number of sessions from which the mean number of turns is taken."""
 PRECISION = 0.02
-"""Relative precision of the highest rate."""
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 MOST_GROWTH, MOST_SLOWING = 2.0, 1.1
@@ -57,12 +54,7 @@ def _drawn(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[T
 
 
 class SessionRun(NamedTuple):
-    """A run at one rate of sessions.
-
-    Attributes:
-        excess: the largest ratio of a bounded quantile to its bound.
-        counts: whether each turn counts. # [turns]
-    """
+    """A run at one rate of sessions."""
 
     times: TurnTimes
     excess: float
@@ -75,9 +67,6 @@ class SessionTrial:
     Args:
         route: simulate all replicas with this router instead. This takes longer.
         keeps_nothing: whether every prompt is computed anew.
-
-    Raises:
-        InputError: the profile was not made for the plan's devices.
     """
 
     def __init__(
@@ -142,10 +131,8 @@ class SessionTrial:
         return self.at(rate).excess <= 1 / (1 + self.plan.constraint.headroom)
 
     def highest(self, guess: float, precision: float = PRECISION) -> float:
-        """Return the highest simulated rate that keeps the bounds, or 0. At a rate higher by `precision`, it does not.
-
-        Args:
-            guess: the rate to try first.
+        """Return the highest simulated rate that keeps the bounds, or 0. At a rate higher by `precision`, it does
+        not.
         """
         low, high, rate = 0.0, np.inf, guess
         while high > (1 + precision) * low:
@@ -161,7 +148,6 @@ class SessionTrial:
 
 @lru_cache(maxsize=8)
 def _pauses_of(law: SessionLaw) -> float:
-    """Return the mean seconds of all pauses of a session."""
     trace = draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED))
     assert trace.sessions is not None
     return float(trace.sessions.pause_s.sum()) / DRAWN_SESSIONS
@@ -169,7 +155,6 @@ def _pauses_of(law: SessionLaw) -> float:
 
 @lru_cache(maxsize=8)
 def turns_of(law: SessionLaw) -> float:
-    """Return the mean number of turns of a session, with its subagents'."""
     return len(draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED)).input) / DRAWN_SESSIONS
 
 
@@ -189,18 +174,14 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
 
 
 class SharesKept(NamedTuple):
-    """Shares of turns and of sessions that keep their bounds."""
-
     turns: float
     sessions: float
     run: TurnTimes
 
 
 def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> SharesKept:
-    """Replay a log's sessions on one replica, which gets its share of them. First turns begin at their recorded times.
-
-    Raises:
-        InputError: the log has no times.
+    """Replay a log's sessions on one replica, which gets its share of them. First turns begin at their recorded
+    times.
     """
     sessions = trace.sessions
     assert sessions is not None
@@ -226,11 +207,7 @@ def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:
 def session_capacity(
     plan: PlanDraft, profile: Profile, guess: float | None = None, *, trial: SessionTrial | None = None
 ) -> tuple[Capacity, SessionEstimate | None]:
-    """Return the highest rate at which a plan keeps its bounds, in turns a second, and its sessions at this rate.
-
-    Args:
-        guess: a rate in turns a second from which the search begins.
-    """
+    """Return the highest rate at which a plan keeps its bounds, in turns a second, and its sessions at this rate."""
     trial = trial or SessionTrial(plan, profile)
     first = (guess or 0.5 * plan.estimate.throughput_rps) / trial.turns
     rate = trial.highest(first)

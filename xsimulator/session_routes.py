@@ -24,10 +24,7 @@ Route = Literal["session", "prefix", "load"]
 
 
 def run_routed(plan: PlanDraft, profile: Profile, trace: TraceLengths, route: Route) -> TurnTimes:
-    """Run sessions whose first turns arrive at the trace's times, on the simulated engines of all replicas.
-
-    Long prompts are kept in larger blocks than the plan's, since the time of a simulation grows with their number.
-    """
+    """Run sessions whose first turns arrive at the trace's times, on the simulated engines of all replicas."""
     larger = max(1, int(trace.input.mean()) // (MANY_BLOCKS * plan.block_size))
     stages = tuple(stage.but(kv_blocks=stage.kv_blocks // larger) for stage in plan.stages)
     plan = plan.but(block_size=larger * plan.block_size, stages=stages)

@@ -40,7 +40,6 @@ class TurnTimes:
 
     @property
     def tpot_s(self) -> Floats:
-        """Mean time of each further output token, 0 for a single token."""
         return (self.end_s - self.first_s) / np.maximum(self.trace.output - 1, 1)
 
     @property
@@ -49,7 +48,6 @@ class TurnTimes:
 
     @property
     def paused_s(self) -> Floats:
-        """Pause before each turn."""
         assert self.trace.sessions is not None
         return self.trace.sessions.pause_s
 
@@ -64,7 +62,6 @@ class TurnTimes:
         return np.maximum(kept, 0) * since
 
     def of_sessions(self, values: Floats) -> Floats:
-        """Return the sum of a figure over the turns of each session. # [sessions]"""
         assert self.trace.sessions is not None
         return np.bincount(self.trace.sessions.session, values).astype(float)
 
@@ -92,10 +89,8 @@ def places_in_sessions(trace: TraceLengths) -> Ints:
 def run_sessions(
     plan: PlanDraft, profile: Profile, trace: TraceLengths, *, lanes: Mapping[StageLane, LaneCost] | None = None
 ) -> TurnTimes:
-    """Run sessions whose first turns arrive at the trace's times: by counts if possible, else on the simulated engine.
-
-    Args:
-        lanes: the costs of the plan's steps, if they are known.
+    """Run sessions whose first turns arrive at the trace's times: by counts if possible, else on the simulated
+    engine.
     """
     counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace)
     return (
@@ -140,7 +135,6 @@ def _shared(trace: TraceLengths) -> int:
 
 
 def logged_turns(plan: PlanDraft, trace: TraceLengths, log: Sequence[StepRecord]) -> TurnTimes:
-    """Return the times of the turns in a log of either engine."""
     count = len(trace.input)
     arrived, first, end = (np.full(count, np.nan) for _ in range(3))
     cached = np.full(count, -1)

@@ -46,9 +46,6 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
 
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
     the same time to a stage.
-
-    Raises:
-        InputError: there are more stages than layers.
     """
     if len(layer_s) > num_layers:
         raise InputError(
@@ -115,7 +112,6 @@ def lane(
 
 
 def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True) -> Lane:
-    """Return the lane with the given stages of a plan."""
     layers = [stage.decode_layers[1] - stage.decode_layers[0] for stage in stages]
     encoder = [
         0 if stage.encode_layers is None else stage.encode_layers[1] - stage.encode_layers[0] for stage in stages

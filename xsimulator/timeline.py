@@ -10,16 +10,10 @@ from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import Span
 
 StageKey = tuple[str, int]
-"""A stage: its lane, and its index in that lane."""
 
 
 class Timeline(NamedTuple):
-    """The steps to draw.
-
-    Attributes:
-        spans: busy times of each stage. Without spans, each step is drawn from scheduling to end, on one line for each
-            micro-batch and lane.
-    """
+    """The steps to draw."""
 
     title: str
     log: Sequence[StepRecord]
@@ -64,7 +58,6 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def stages(spans: Sequence[Span]) -> list[StageKey]:
-    """Return the stages of the spans, encode lane first."""
     return _in_order({(span.lane, span.stage) for span in spans})
 
 

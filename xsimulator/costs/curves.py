@@ -22,7 +22,6 @@ Floats = npt.ArrayLike
 
 
 MOST_KNOWN = 20_000
-"""Largest number of values that are cached for a function."""
 
 
 class Line:
@@ -49,7 +48,6 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """Return the value at one point without numpy's overhead."""
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -64,7 +62,7 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """Return the sum. It is exact, since it has the points of both functions."""
+        """Return the sum."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 
@@ -115,7 +113,6 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """Return the value at one point without numpy's overhead."""
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -137,9 +134,6 @@ class Grid:
 def rising(surface: Surface) -> Surface:
     """Return the surface with times that never fall with the length: the mean of the lowest such surface above it and
     the highest below it.
-
-    The attention of a prompt that is partly in the cache is a difference of two lengths, which uneven measurements
-    would make negative.
     """
     seconds = np.asarray(surface.seconds)
     above = np.maximum.accumulate(seconds, axis=1)
@@ -174,7 +168,6 @@ class Table:
         return cls(points, [line(points) for line in lines])
 
     def __call__(self, x: Array) -> Array:
-        """Evaluate all functions. # [n] -> [..., n]"""
         index = self._inner.searchsorted(x, side="right")
         if self.values.ndim == 1:
             return self._starts[index] + self._slopes[index] * x
@@ -183,7 +176,6 @@ class Table:
         return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
-        """Return the sum. It is exact, since it has the points of both functions."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
 

@@ -87,7 +87,6 @@ class Draft:
 
 
 def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
-    """Return the number of weights of a dense layer whose attention reads the embedding and `states` hidden states."""
     hidden, dim = spec.hidden_size, attention.head_dim
     heads = attention.num_heads * dim + 2 * attention.num_kv_heads * dim
     width = max((kind.ffn_size for kind in spec.kinds), default=0) or 4 * hidden
@@ -97,7 +96,7 @@ def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
 
 
 def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | None) -> Profile:
-    """Return the profile of steps that give each request one token on average. Without speculation, nothing changes."""
+    """Return the profile of steps that give each request one token on average."""
     return profile if speculation is None else _speculating(_Same(profile), _Same(spec), speculation)
 
 

@@ -163,11 +163,7 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of encoding, without those in `tokens`, `samples` and `overhead`, by prompts. # [kinds]
-
-        These are the seconds of attention and, with an encoder, of the encoder's layers and of the keys and values of
-        its output.
-        """
+        """Return the seconds of encoding, without those in `tokens`, `samples` and `overhead`, by prompts. # [kinds]"""
         tokens, degrees = lengths.mean_input, self._degrees.values()
         points = [degree.encode.batches for degree in degrees]
         if self.has_encoder:
@@ -200,14 +196,12 @@ class LaneCost:
     # Single steps ----------------------------------------------------------------------------------------------
 
     def step(self, step: StepCounts) -> list[float]:
-        """Return the seconds of one step on each stage."""
         by_kind = self._by_kind_of(step)
         if len(by_kind) == self.num_stages:
             return by_kind
         return [by_kind[k] for k in self._kinds_in_order]
 
     def step_ns(self, step: StepCounts) -> list[int]:
-        """Return the nanoseconds of one step on each stage, rounded to whole numbers of at least one."""
         by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
         if len(by_kind) == self.num_stages:
             return by_kind
@@ -219,7 +213,6 @@ class LaneCost:
         return [cost(step.decodes, step.context) for cost in self._decoding]
 
     def parts(self, step: StepCounts) -> list[StepParts]:
-        """Return the seconds of each part of one step, on each stage."""
         by_kind = self._parts_by_kind(step)
         return [by_kind[k] for k in self._kinds_in_order]
 
@@ -305,11 +298,7 @@ class LaneCost:
 
 
 def lanes_of(plan: PlanDraft, profile: Profile) -> dict[StageLane, LaneCost]:
-    """Return the step costs of each lane of a plan, with the plan's slowdown.
-
-    Raises:
-        InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
-    """
+    """Return the step costs of each lane of a plan, with the plan's slowdown."""
     found = {}
     profile = speculating(profile.slowed(plan.profile.slowdown), plan.model, plan.speculation)
     for name in dict.fromkeys(stage.lane for stage in plan.stages):
@@ -345,7 +334,7 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the seconds of attention for prompt pieces [start, end). Each of n counts as 1 / n of n equal pieces."""
+    """Return the seconds of attention for prompt pieces [start, end)."""
     count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:
@@ -373,10 +362,8 @@ class StepCounts(NamedTuple):
     """The counts on which a step's cost depends.
 
     Attributes:
-        encode: (start, end, 1 if the piece ends its prompt else 0) of each prompt piece.
         context: number of tokens to which the decoding requests attend, summed over requests (for an encoder-decoder,
             output tokens only).
-        sampled: number of rows that go through the output head.
         mean_input: for cross-attention, the mean input length of the requests that go through the decoder.
         joining_tokens: number of input tokens of requests that another lane encoded and that are in their first decode
             step.
@@ -415,11 +402,7 @@ class StepCounts(NamedTuple):
 
 
 class TransferCost:
-    """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens.
-
-    Devices send at the same time, so the device with the most layers takes longest. An encoder sends only its last
-    hidden states.
-    """
+    """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens."""
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
         assert encode.profile.kv_transfer is not None

@@ -90,7 +90,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """Return the index, from `first` to `end`, of the point before x. The last segment also serves larger x."""
+    """Return the index, from `first` to `end`, of the point before x."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2
@@ -103,7 +103,6 @@ def stretch_of(points, first, end, x):
 
 @helper
 def line_value(points, values, first, end, x):
-    """Return the value at x of the line through points [first, end)."""
     i = stretch_of(points, first, end, x)
     return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
 
@@ -115,7 +114,6 @@ def line_at(t, line, x):
 
 @helper
 def grid_at(t, grid, batch, length):
-    """Return the value of grid number `grid` at a batch size and a length."""
     first_batch, first_length, first = t.grid_at[grid]
     end_batch, end_length, _ = t.grid_at[grid + 1]
     i = stretch_of(t.batches, first_batch, end_batch, batch)

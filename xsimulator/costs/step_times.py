@@ -9,9 +9,8 @@ from xgpt.core.schema import PlanDraft, Profile, StepTimes
 from xsimulator.costs.step_cost import LaneCost, StepCounts, lanes_of
 
 NUM_POINTS = 32
-"""Number of points of a fitted table."""
 NUM_STEPS = 200
-"""Number of steps for the fit. The error is computed on the same number of other steps."""
+"""Number of steps for the fit."""
 
 
 def with_step_times(plan: PlanDraft, profile: Profile) -> PlanDraft:
@@ -61,7 +60,7 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: PlanDraft, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Return random steps like the plan's, each with its seconds. A step has a decode batch and a prompt chunk."""
+    """Return random steps like the plan's, each with its seconds."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))

@@ -20,7 +20,6 @@ Ints = Sequence[int] | npt.NDArray[np.int64]
 
 NONE = -1
 BOTH, ENCODE, DECODE, TRANSFER = range(4)
-"""Lanes of steps."""
 
 
 def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
@@ -50,7 +49,6 @@ REQUEST = np.dtype(
 """
 
 NEW = np.zeros(1, REQUEST)
-"""A request that has not arrived."""
 for _name in NOT_YET.split():
     NEW[_name] = NONE
 
@@ -144,11 +142,7 @@ class Stream(NamedTuple):
 
 
 class TurnStream(NamedTuple):
-    """Turns of sessions. First turns have times of arrival. # [turns] each
-
-    Attributes:
-        shared: number of tokens with which all prompts begin.
-    """
+    """Turns of sessions. First turns have times of arrival. # [turns] each"""
 
     turns: Records
     shared: int
@@ -223,12 +217,7 @@ AT_ONCE = 4096
 
 
 class Run(ABC):
-    """One run of a schedule over a stream.
-
-    Args:
-        clients: number of clients of a closed loop. Each client sends its next request `path_ns` after its previous
-            request has ended. None means that requests arrive at their own times.
-    """
+    """One run of a schedule over a stream."""
 
     def __init__(
         self,
@@ -290,7 +279,6 @@ class Run(ABC):
         lane["blocks"] -= lane["shared"]
 
     def of_turns(self, name: str) -> npt.NDArray[np.int64]:
-        """Return a field of the turns' requests. # [turns]"""
         requests = self.state.requests
         found = np.full(len(self.state.turns), NONE)
         found[requests["turn"]] = requests[name]
@@ -314,12 +302,10 @@ class Run(ABC):
 
     @property
     def first_ns(self) -> npt.NDArray[np.int64]:
-        """Time of each request's first token, or -1 before that."""
         return self.state.requests["first_ns"]
 
     @property
     def end_ns(self) -> npt.NDArray[np.int64]:
-        """Time of each request's last token, or -1 before that."""
         return self.state.requests["end_ns"]
 
     @property

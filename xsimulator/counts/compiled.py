@@ -22,8 +22,6 @@ helper = njit(forceinline=True, **_WITHOUT_ENTRY)
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that Python can call. The code is stored on disk if numba finds a writable
     cache directory.
-
-    Several threads can run the function at the same time.
     """
     try:
         return njit(cache=True, nogil=True)(function)
@@ -32,7 +30,7 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Return whether the compiled form of a `kept` function is on disk. Otherwise its first run compiles it."""
+    """Return whether the compiled form of a `kept` function is on disk."""
     directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
     return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
 

@@ -23,7 +23,7 @@ from xsimulator.stages import whole
 
 
 def is_compiled() -> bool:
-    """Return whether the code for runs of one lane has been compiled. It is compiled by the first run on a machine."""
+    """Return whether the code for runs of one lane has been compiled."""
     return is_kept(one_lane_arrivals.run)
 
 
@@ -94,7 +94,6 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    """Compile the run of one lane, by running one request of one token with an invented profile."""
     if is_compiled():
         return
     spec = load_model("opt-125m")[0]

@@ -1,8 +1,7 @@
 """Parts of the compiled runs: admission, memory, endings and a step's counts, for one lane and for two lanes, and
 stretches of steps that only decode, for one lane.
 
-Until a request joins or ends, every step of a stretch decodes the same requests. Only the part of a step's cost that
-depends on the context changes, so the other parts are looked up once.
+Until a request joins or ends, every step of a stretch decodes the same requests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ def blocks_of(lane, tokens):
 
 @helper
 def next_waiting(lane):
-    """Return the first waiting request, or NONE if no request waits."""
     if lane.preempted != NONE:
         return lane.preempted
     return lane.head if lane.head < lane.tail else NONE
@@ -53,11 +51,7 @@ def can_admit(s, lane, it=None):
 
 @helper
 def admit(s, lane, it=None):
-    """Admit and return the next waiting request, or return NONE if it cannot enter.
-
-    Args:
-        it: the state of order in-time. None means that requests enter in order of arrival.
-    """
+    """Admit and return the next waiting request, or return NONE if it cannot enter."""
     id_ = next_to_enter(s, lane, it)
     if id_ == NONE or lane.reserved + blocks_to_enter(lane, s.requests[id_]) > lane.blocks:
         return NONE
@@ -163,7 +157,6 @@ def make_room(s, lane, number):
 
 @helper
 def take_in(s, lane):
-    """Add the requests that have arrived to the waiting requests."""
     while next_arrival_ns(s, lane) <= lane.now_ns:
         if lane.has_turns:
             arrive(s, lane)
@@ -172,7 +165,6 @@ def take_in(s, lane):
 
 @helper
 def end(s, lane, id_):
-    """End a request that has its last token now, and count the goals that it broke."""
     request, now_ns = s.requests[id_], lane.now_ns
     request.ends_at = NONE
     request.end_ns, request.last_step = now_ns, lane.num_settled
@@ -195,7 +187,6 @@ def end(s, lane, id_):
 
 @helper
 def join(s, number, id_, generated):
-    """Let a request with `generated` output tokens begin to decode in a micro-batch."""
     request, batch = s.requests[id_], s.batches[number]
     batch.decoding += 1
     batch.context += request.input + generated
@@ -227,7 +218,6 @@ def take_ends(s, number):
 
 @helper
 def drop(s, batch, id_):
-    """Remove an ended request from the decodes of its micro-batch."""
     request = s.requests[id_]
     batch.decoding -= 1
     batch.context -= request.input + request.output
@@ -267,7 +257,6 @@ def count(s, step, has_encoder):
 
 @helper
 def log(s, lane, step):
-    """Record for each request of a step that the step ends now."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.num_decode_steps += 1

@@ -161,7 +161,6 @@ def plan(s, lane, batch, it):
 
 @helper
 def _due_later(s, it, id_, other):
-    """Return whether a begun prompt is due after another one."""
     one_ns, other_ns = s.requests[id_].arrival_ns, s.requests[other].arrival_ns
     return one_ns > other_ns or (one_ns == other_ns and id_ > other)
 
@@ -188,7 +187,6 @@ def _token_ns(s, lane, batch, it):
 
 @helper
 def next_in_time(s, lane, it):
-    """Return the request that enters next, or NONE."""
     counts = it.counts
     if not counts[WAITING]:
         return NONE
@@ -203,7 +201,6 @@ def next_in_time(s, lane, it):
 
 @helper
 def enter_in_time(it, id_):
-    """Remove the request that `next_in_time` has returned from the waiting requests."""
     counts, place = it.counts, 0
     while it.waiting[place] != id_:
         place += 1

@@ -114,7 +114,6 @@ def run_in_time(s, tables, free_ns, it):
 
 @helper
 def go_on(s, tables, free_ns, it):
-    """Continue the run, or return False if the log is full."""
     lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, NUM_PARTS)), np.zeros(len(tables.kinds), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):
@@ -140,7 +139,6 @@ def go_on(s, tables, free_ns, it):
 
 @helper
 def issue(s, lane, tables, free_ns, scratch, costs_ns, it):
-    """Begin the next step, or return False if no step can begin."""
     if lane.refills and not lane.num_inside:
         refill(s, lane)
     num_batches = len(s.batches)
@@ -249,7 +247,6 @@ def waits_for_others(s, lane, batch):
 
 @helper
 def fill(s, lane, batch, it):
-    """Add prompt chunks to the step, up to the token budget (orca, chunked)."""
     left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
     pauses = False
     if it is not None:
@@ -265,12 +262,7 @@ def fill(s, lane, batch, it):
 
 @helper
 def continue_prompts(s, lane, batch, left, are_paused, it, last=NONE):
-    """Continue begun prompts, and return the rest of the budget.
-
-    Args:
-        are_paused: whether to continue those that must pause, or the others. Without `it`, none must pause.
-        last: the last prompt to continue, or NONE.
-    """
+    """Continue begun prompts, and return the rest of the budget."""
     id_ = batch.first
     while id_ != NONE and left > 0:
         request = s.requests[id_]
@@ -310,7 +302,6 @@ def admit_to(s, lane, batch, left, only_in_time, it):
 
 @helper
 def begin_phase(s, lane, batch):
-    """Add whole prompts to the step, up to the token budget of a phase (rra)."""
     target, excess = batch.encode_tokens, batch.decoding - batch.carried_batch
     if abs(excess) > lane.adjustment * batch.decode_batch:
         target *= 1 - lane.adjustment if excess > 0 else 1 + lane.adjustment
@@ -345,7 +336,6 @@ def refill(s, lane):
 
 @helper
 def next_part(s, lane, batch):
-    """Add the next part of a static batch's prompts to the step."""
     size = -(-num_running(batch) // lane.encode_parts)
     while size and batch.unissued != NONE:
         request = s.requests[batch.unissued]
@@ -357,7 +347,6 @@ def next_part(s, lane, batch):
 
 @helper
 def line_up(s, batch, id_):
-    """Append a request's prompt to the prompts that a micro-batch will encode."""
     request = s.requests[id_]
     request.encoded, request.after = request.cached, NONE
     if batch.first == NONE:
@@ -372,7 +361,6 @@ def line_up(s, batch, id_):
 
 @helper
 def take_out(s, batch, id_):
-    """Remove a prompt from the prompts that a micro-batch will encode. In order of arrival, it is the first."""
     if batch.first == id_:
         batch.first = s.requests[id_].after
         return
@@ -386,7 +374,6 @@ def take_out(s, batch, id_):
 
 @helper
 def settle(s, lane):
-    """Settle the step that ends first."""
     step = s.steps[lane.first_step % len(s.steps)]
     lane.first_step += 1
     batch = s.batches[step.batch]
@@ -455,7 +442,6 @@ def is_any_left(s):
 
 @helper
 def end_batch(s, lane):
-    """Free the slots of a static batch whose requests have all ended."""
     for i in range(len(s.batches)):
         batch = s.batches[i]
         batch.held = batch.context = batch.inputs = 0

@@ -23,7 +23,6 @@ def is_before(s, a, b):
 
 @helper
 def expect(s, lane, turn):
-    """Add a turn to the heap of those that will arrive."""
     place = lane.num_due
     lane.num_due += 1
     while place and is_before(s, turn, s.due[(place - 1) // 2]):
@@ -34,7 +33,6 @@ def expect(s, lane, turn):
 
 @helper
 def take_due(s, lane):
-    """Remove and return the turn that arrives first."""
     found = s.due[0]
     lane.num_due -= 1
     turn, place = s.due[lane.num_due], 0
@@ -52,7 +50,6 @@ def take_due(s, lane):
 
 @helper
 def next_arrival_ns(s, lane):
-    """Return when the next request arrives, or `FOREVER`."""
     if lane.has_turns:
         return s.turns[s.due[0]].arrival_ns if lane.num_due else FOREVER
     return s.requests[lane.tail].arrival_ns if lane.tail < len(s.requests) else FOREVER
@@ -70,7 +67,6 @@ def arrive(s, lane):
 
 @helper
 def follow(s, lane, id_):
-    """Let the turn after a turn that ends now arrive after its pause."""
     child = s.turns[s.requests[id_].turn].child
     if child != NONE:
         s.turns[child].arrival_ns = lane.now_ns + s.turns[child].pause_ns
@@ -79,7 +75,6 @@ def follow(s, lane, id_):
 
 @helper
 def unlink(s, lane, number):
-    """Take a session out of the queue, and return how many of its blocks were kept."""
     session = s.sessions[number]
     if session.before == NONE:
         lane.first_kept = session.after

@@ -78,7 +78,6 @@ def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s
 
 @helper
 def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
-    """Continue the run, or return False if the log is full."""
     lane = s.lane[0]
     scratch = np.zeros((max(encode.num_groups, decode.num_groups), NUM_PARTS))
     costs_ns = np.zeros(max(len(encode.kinds), len(decode.kinds)), np.int64)
@@ -119,9 +118,7 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return a free index in `s.steps`. There is always one, since the array is one longer than the largest number of
-    concurrent steps.
-    """
+    """Return a free index in `s.steps`."""
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1
@@ -147,14 +144,12 @@ def next_end(s):
 
 @helper
 def occupy(free_ns, now_ns, seconds):
-    """Keep every stage busy with other work for `seconds`."""
     for i in range(len(free_ns)):
         free_ns[i] = max(free_ns[i], now_ns) + np.int64(np.rint(seconds * 1e9))
 
 
 @helper
 def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
-    """Begin a step of a lane, and compute when the step ends."""
     count(s, step, tables.has_encoder)
     if tables.has_encoder and step.lane == ENCODE:
         step.sampled = step.decodes
@@ -248,7 +243,6 @@ def next_encode(s, lane, step):
 
 @helper
 def in_decode(s, lane):
-    """Return the number of requests in the micro-batches of the decode lane."""
     found = 0
     for i in range(lane.num_decode):
         found += s.batches[i].decoding
@@ -266,7 +260,6 @@ def encode_target(s, lane):
 
 @helper
 def planned_length(lane, request):
-    """Return the number of a prompt's tokens that count towards the token budget of an encode batch."""
     return request.input - (request.cached if lane.reuse_is_planned else 0)
 
 
@@ -287,7 +280,6 @@ def num_due(s, lane):
 
 @helper
 def settle(s, lane, step):
-    """Record the tokens of a step that ends now."""
     log(s, lane, step)
     batch = s.batches[step.batch]
     if step.lane == TRANSFER:

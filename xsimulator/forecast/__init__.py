@@ -38,5 +38,5 @@ def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
 
 
 def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
-    """Return the predictions for the settings of one plan, by name. The model describes the plan's lanes."""
+    """Return the predictions for the settings of one plan, by name."""
     return FORECASTS[settings.kind].estimate(model, settings)

@@ -81,7 +81,6 @@ class Forecast(ABC, Generic[M]):
     # Settings ----------------------------------------------------------------------------------------------------
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        """Return, for each number of micro-batches, the settings that fix this number."""
         return [{"microbatches": count} for count in counts]
 
     def takes(self, fixed: Mapping[str, Any]) -> bool:
@@ -93,7 +92,7 @@ class Forecast(ABC, Generic[M]):
         return settings.kind == self.settings.model_fields["kind"].default and self.takes(vars(settings))
 
     def values(self, name: str, room: PlacementLimits) -> Ints:
-        """Return the values of a control variable. By default, the variable is a number of requests."""
+        """Return the values of a control variable."""
         return np.arange(room.least, max(room.least, int(room.capacity) + room.between) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:
@@ -111,7 +110,6 @@ class Forecast(ABC, Generic[M]):
     # Predictions -------------------------------------------------------------------------------------------------
 
     def evaluate(self, model: M, **columns: npt.ArrayLike) -> Performance:
-        """Return the predictions for candidates, given as a column for each control variable."""
         return self.predict(model, {name: np.atleast_1d(np.asarray(values, float)) for name, values in columns.items()})
 
     @abstractmethod
@@ -119,7 +117,6 @@ class Forecast(ABC, Generic[M]):
         """Return the predictions at saturation for candidates, one for each row of the columns."""
 
     def estimate(self, model: M, settings: PolicySettings) -> dict[str, float]:
-        """Return the predictions for the settings of one plan, by name."""
         searched = {variable.name for variable in settings.variables}
         columns = {name: value for name, value in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
@@ -175,7 +172,6 @@ class Forecast(ABC, Generic[M]):
 
 
 def column(columns: Columns, name: str) -> Array:
-    """Return the column named `name`, or a column of ones if it is missing."""
     found = columns.get(name)
     return np.ones(len(next(iter(columns.values())))) if found is None else found
 
@@ -216,7 +212,6 @@ class Performance:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}
 
     def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
-        """Return the predictions for the candidates at `indices`, in this order."""
         return Performance(*(getattr(self, name)[indices] for name in self.__slots__))
 
 

@@ -8,11 +8,8 @@ import numpy.typing as npt
 from xsimulator.costs.curves import Array
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
-"""Sizes of a decode micro-batch at which the closed form searches for the steady state."""
 FINER = np.linspace(0, 1, 17)
-"""Points that divide a segment of the grid."""
 LEVELS = 3
-"""Number of times that a segment is divided at the points `FINER`."""
 PERIODS = 4
 """Number of earlier batches whose remaining requests are counted batch by batch, before an integral counts the rest."""
 BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
@@ -55,13 +52,7 @@ def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
 
 
 class LanePair:
-    """The times of both lanes, for candidates or for boxes of candidates.
-
-    Args:
-        encode_batch, largest_batch: the smallest and the largest number of requests encoded together. # [n]
-        through, moving: least seconds in the encode lane, and of the transfer. # [n] each
-        rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
-    """
+    """The times of both lanes, for candidates or for boxes of candidates."""
 
     def __init__(
         self,
@@ -76,14 +67,11 @@ class LanePair:
         self.through, self.before = through[:, None], (through + moving)[:, None]
         self.microbatches, self.rounds = microbatches, rounds
         self.decoding: Array = microbatches[:, None] * GRID[: rounds.shape[1]]
-        """Number of decoding requests at each grid point. # [n, grid]"""
 
     def at(self, index: npt.NDArray[np.intp]) -> Array:
-        """Return the number of decoding requests at a grid point. # [n]"""
         return self.microbatches * GRID[index]
 
     def step(self, decoding: Array) -> Array:
-        """Return the seconds of an iteration with `decoding` requests. # [n, points]"""
         return at_points(self.rounds, decoding / self.microbatches[:, None])
 
     def serving(self, rate: Array, mean_decodes: float) -> Array:

@@ -37,14 +37,13 @@ from xsimulator.lengths import Lengths
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
-"""Number of grids on which the root is searched. Each grid divides one segment of the previous grid."""
+"""Number of grids on which the root is searched."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
 """Shares of all prompts, sorted from the shortest to the longest. The mean length of each share represents the prompts
 in it.
 """
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
-"""Nodes and weights that represent a normal distribution (Gauss-Hermite)."""
 ROUNDING = 1.05
 """Factor that allows for the error of a root that is found on a grid."""
 MOST_UNUSED = 0.75
@@ -72,7 +71,6 @@ class _Mix(NamedTuple):
     """The numbers of requests and tokens in the steps of a micro-batch. # [n] each, unless stated"""
 
     rate: Array
-    """Number of prompts a step."""
     max_batch: Array
     decode_batch: Array
     """Mean number of requests that a step decodes."""
@@ -125,7 +123,6 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """Return the composition of steps for each setting."""
         asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -311,7 +308,6 @@ class MixedSteps:
         self._prompts = lane.prompts(lengths)
         hop = lane.hop
         self._hops = Table(hop.points, lane.counts @ hop.values)
-        """Seconds of all hops of a step, by number of tokens."""
         self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
         self._sampled = lane.samples + lane.overhead
 

@@ -43,7 +43,6 @@ class OneLaneModel:
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """Return `make(self)`. The result is cached by `make`, so forecasts that share this model compute it once."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])
@@ -98,12 +97,7 @@ class AllRequests:
         self._decodes = lengths.decodes_at(quantile)
 
     def latency(self, first: Array, shares: Array, step: Array, deviation: Array) -> Array:
-        """Return the quantile of all requests' latencies, s. # [n]
-
-        Args:
-            first, shares: possible seconds to the first token, and their probabilities. # [values, n] each
-            step, deviation: mean and standard deviation of a decode step's seconds. # [n]
-        """
+        """Return the quantile of all requests' latencies, s. # [n]"""
         spread = DEVIATES * deviation  # [3, 1, n]
         step = np.maximum(step, 1e-12)
         weights = WEIGHTS * shares

@@ -105,8 +105,6 @@ class RandomSteps:
     upper estimate assumes that every M steps take as long as the longest of them. It is far too high if M is large. The
     true time is between the two, and nearer to the upper estimate if M is small.
 
-    Args:
-        through, slowest: seconds of each kind of step through all stages, and on the slowest stage. # [steps, n]
         probability: probability of each kind of step, for several cases. # [cases, steps, n]
         microbatches: M. # [n]
 
@@ -135,7 +133,6 @@ class RandomSteps:
         self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
 
     def round(self) -> Array:
-        """Return the mean seconds from one step of a micro-batch to its next. # [cases, n]"""
         least, most = self.bounds()
         return least + self.share() * (most - least)
 
@@ -161,9 +158,6 @@ class RandomSteps:
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """Return the mean time of a round in the first case if one of its steps takes the given time.
-        # [k, n] each -> [k, n]
-        """
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)

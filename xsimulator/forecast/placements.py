@@ -15,7 +15,6 @@ from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 
 NUM_PHASES = 24
-"""Number of phase lengths for which the share of iterations without decodes is computed."""
 
 
 class Iterations:
@@ -100,7 +99,6 @@ class LeastSteps:
 
     @property
     def each(self) -> Array:
-        """`microbatches`, for arrays with terms. # [placements, 1, 1]"""
         return self.microbatches[:, None, None]
 
     @property

@@ -142,7 +142,6 @@ class _Encoding(NamedTuple):
 
     stages: Array
     own_way: Array
-    """Seconds of the step through all stages."""
     down: Array
     down_without_hops: Array
 
@@ -151,20 +150,15 @@ class _Rounds(NamedTuple):
     """The decode rounds of a phase, by segment. # [.., n, segments]"""
 
     stages: Array
-    """Seconds of a decode step on each kind of stage."""
     own_way: Array
-    """Seconds of a decode step through all stages."""
     ends: Array
     anywhere: Array
     """Probability that a round takes place. A round takes place if any micro-batch still has a request."""
     active: Array
     """Seconds on each kind of stage in a round that takes place, for all micro-batches that still have a request."""
     seconds: Array
-    """Seconds of a round that takes place."""
     times: Array
-    """Mean number of rounds that take place."""
     decoding: Array
-    """Seconds of all rounds of a phase. # [n]"""
 
     def mean(self, stretch: int) -> Array:
         """Return the mean seconds of a round in one segment, counting rounds that do not take place as 0. # [n]"""
@@ -198,11 +192,7 @@ def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches:
 def _cycle(
     pipeline: Pipeline, encoding: _Encoding, rounds: _Rounds, microbatches: Array, spread: Array, iterations: Ints
 ) -> tuple[Array, Array]:
-    """Return the seconds of a cycle, and the seconds in it for which each kind of stage works. # [n], [kinds, n]
-
-    Args:
-        spread: share of an encode step by which the longest micro-batch delays the others.
-    """
+    """Return the seconds of a cycle, and the seconds in it for which each kind of stage works. # [n], [kinds, n]"""
     at_end, last = rounds.anywhere[:, -1], rounds.stages[..., -1]
     slowest_then = pipeline.slowest_from(encoding.stages)
     at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(last * at_end), slowest_then)

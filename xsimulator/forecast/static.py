@@ -15,7 +15,7 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 MOST_SEGMENTS = 24
-"""Largest number of segments into which the iterations of a batch are grouped. Costs are linear in each segment."""
+"""Largest number of segments into which the iterations of a batch are grouped."""
 
 
 class Static(Forecast[OneLaneModel]):

@@ -45,14 +45,7 @@ def is_tight(cap: Array, encode_batch: Array) -> Bools:
 
 
 class TwoLaneModel:
-    """Predicts waa for an encode lane, a decode lane and one workload.
-
-    Args:
-        all_requests: ignored. The reported latency is always that of a request with output length at the quantile.
-
-    Raises:
-        InputError: the profile has no times of K/V transfers, or the cluster states no link to the host.
-    """
+    """Predicts waa for an encode lane, a decode lane and one workload."""
 
     def __init__(
         self,

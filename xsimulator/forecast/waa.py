@@ -17,13 +17,6 @@ from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 
 
 class Waa(Forecast[TwoLaneModel]):
-    """The closed form of waa.
-
-    Args:
-        allocation: how devices are divided, by compute time ("compute", waa-c) or by memory ("memory", waa-m). None
-            means either.
-    """
-
     settings = WaaSettings
     model = TwoLaneModel
     line = "encode_batch"

@@ -21,8 +21,6 @@ delayed them on every stage. Two workloads and three and four stages have shares
 
 
 class DecodeLane:
-    """Predicts the times of iterations from the numbers of requests that decode and that join."""
-
     def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:
         self.cost, self.lengths, self.mean_decodes = cost, lengths, max(mean_decodes, 1e-9)
         self.pipeline = Pipeline(cost)
@@ -32,7 +30,6 @@ class DecodeLane:
         micro-batches."""
 
     def work(self, each: Array) -> Array:
-        """Return the seconds of a step with `each` requests, summed over devices. # [n]"""
         work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
         return work
 
@@ -62,9 +59,6 @@ class DecodeLane:
     ) -> tuple[Array, Array]:
         """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99th percentile
         of gaps in seconds. # [n], [n]
-
-        Args:
-            deviation: relative standard deviation of the tokens in an encode batch.
         """
         each = batch / microbatches
         joining = each / self.mean_decodes
@@ -142,13 +136,7 @@ def _share_joined(joining: Array, batch: Array) -> Array:
 
 
 class Encoding(NamedTuple):
-    """The times of encode batches.
-
-    Attributes:
-        through, interval, moving: seconds that a batch takes in the lane, seconds from one batch to the next, and
-            seconds of a batch's transfer. # [n] each
-        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
-    """
+    """The times of encode batches."""
 
     through: Array
     interval: Array
@@ -157,11 +145,7 @@ class Encoding(NamedTuple):
 
 
 class EncodeLane:
-    """Predicts the times of encode batches from their numbers of prompts.
-
-    Args:
-        transferred: share of requests whose K/V moves to the decode lane.
-    """
+    """Predicts the times of encode batches from their numbers of prompts."""
 
     def __init__(self, cost: LaneCost, lengths: Lengths, transfer: TransferCost, transferred: float) -> None:
         self.cost, self.lengths, self.transfer = cost, lengths, transfer
@@ -185,12 +169,10 @@ class EncodeLane:
         return Encoding(through, interval, moving, deviation)
 
     def transfer_s(self, batch: Array) -> Array:
-        """Return the seconds that the transfer of a batch takes. # [n]"""
         seconds: Array = self._table(batch)[-1]
         return seconds
 
     def work(self, batch: Array) -> Array:
-        """Return the seconds of a batch, summed over devices. # [n]"""
         work: Array = self.pipeline.devices @ self._table(batch)[:-2]
         return work
 
