@@ -31,10 +31,8 @@ The remaining task is to bound the time of an iteration:
 
 There are three assumptions. Iterations take the same time for requests of all lengths, since no schedule knows an
 output's length in advance. The closed forms at saturation are right. The mean time of an iteration varies by at most
-`SPREAD` between long requests. Fluctuations, such as bursts of prompts, lower a schedule's rate but not this bound. So
-the bound is loosest if a few long prompts determine the rate. A search compares its simulated rates with the bound and
-widens the gap if a rate exceeds the bound. `xscheduler.box_bounds.breach` tests the bound on random boxes and points
-inside them.
+`SPREAD` between long requests. A search compares its simulated rates with the bound and widens the gap if a rate
+exceeds the bound. `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 LEAST_QUANTILE = 0.9
 """If at least this share of the requests must keep a bound on a time, the mean time must also keep the bound."""
 NUM_PROMPTS = 24
-"""Number of prompt lengths that represent all prompts."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Number of randomly drawn arrivals at a queue with one server and with several. The queue is empty at first."""
@@ -257,13 +254,7 @@ class PromptSteps:
 
 
 class StepsAtRate(NamedTuple):
-    """Lower bounds at one arrival rate, for each token budget. Times are in seconds. # [n] each
-
-    Attributes:
-        prompt_s: a prompt of the mean length.
-        steps_a_prompt: mean number of steps that a prompt fills.
-        alone_s: a step that only decodes one request.
-    """
+    """Lower bounds at one arrival rate, for each token budget. Times are in seconds. # [n] each"""
 
     prompt_s: Array
     step_s: Array
@@ -312,7 +303,6 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Return the shortest prompt and the probability of each group."""
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

@@ -28,9 +28,7 @@ NEARLY_BEST = 0.85
 MOST_PLACEMENTS = 48
 """Largest number of a policy's placements that are searched. Those with the highest bounds come first."""
 NUM_TRIALS = 150
-"""Number of settings that Optuna draws."""
 MOST_DRAWN = 4
-"""Largest number of drawn settings that are returned."""
 
 
 class Rated(NamedTuple):
@@ -40,12 +38,7 @@ class Rated(NamedTuple):
 
 
 def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = None) -> list[Rated]:
-    """Return the best settings of each promising placement, sorted by arrival rate, highest first.
-
-    Args:
-        spaces: the spaces of one policy. The `bound` of each space must be valid under the space's constraint.
-        known: a dictionary to which the result of each searched placement is added.
-    """
+    """Return the best settings of each promising placement, sorted by arrival rate, highest first."""
     found: list[Rated] = []
     at_least = 0.0
     ordered = sorted(spaces, key=lambda space: -space.bound)
@@ -151,7 +144,6 @@ def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
 
 
 def curves_of(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
-    """Return the points of the load curves that end at these settings. # [curves * NUM_LOADS]"""
     load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
     columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}

@@ -7,8 +7,8 @@ idle during the last decode steps before an encode phase, and more iterations ma
 steps may shorten a point's cycle by up to the idle time, so the point's throughput may exceed the corner's. Batches of
 static and of waa's encode lane are not monotone. For them, the largest settings bound the requests served in a period,
 and the smallest settings bound the period. If waa's cap on running requests allows only a few encode batches,
-throughput exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions.
-A box is dropped once its slow corner breaks a latency bound. xscheduler.placement_bounds bounds whole placements.
+throughput exceeds the closed form, and Little's law is the bound. A box is dropped once its slow corner breaks a
+latency bound. xscheduler.placement_bounds bounds whole placements.
 """
 
 from __future__ import annotations
@@ -55,13 +55,7 @@ def _most_left(floor: Evaluation, corners: int) -> Array:
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
-    """Return an upper bound on the throughput of the points of each box, all replicas together.
-
-    Args:
-        evaluation, floor: predictions for the corners of all boxes, on the profile and on its lower tables. Each box
-            has `corners` entries, from the corner with the lowest values to the corner with the highest.
-        fast: index of the fast corner, or None if there is none.
-    """
+    """Return an upper bound on the throughput of the points of each box, all replicas together."""
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)

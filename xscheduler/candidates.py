@@ -28,8 +28,7 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are computed once. The candidates that `under`
-    returns share them.
+    """The candidates of one problem.
 
     Raises:
         InputError: the workload is longer than the model's context.
@@ -84,11 +83,7 @@ class Candidates:
         return self._spaces_of(kind).num_points
 
     def spaces(self, kind: str, *, between: bool = False) -> list[Space]:
-        """Return the spaces of one policy, one for each placement that holds the model.
-
-        Args:
-            between: see `Space.under`.
-        """
+        """Return the spaces of one policy, one for each placement that holds the model."""
         constraint, all_spaces = self.problem.constraint, self._spaces_of(kind)
         bounds = [] if all_spaces.bounds is None else all_spaces.bounds.under(constraint).tolist()
         return [
@@ -143,11 +138,7 @@ class Candidates:
         )
 
     def space(self, kind: str, placement: Placement) -> Space:
-        """Return one placement's space.
-
-        Raises:
-            InfeasibleError: the model does not fit on the placement.
-        """
+        """Return one placement's space."""
         for layout in placement.layouts:
             memory = self.memory(layout.lane)
             if isinstance(memory, InfeasibleError):

@@ -14,8 +14,6 @@ class Found:
     """The best schedule that a search found.
 
     Attributes:
-        draft: the schedule. Passes that compute further figures replace it.
-        ceiling: what the search proved about all schedules of its space.
         rival: see `SearchCertificate`.
         closed_rate: for a schedule that was not simulated, the closed form's highest arrival rate, requests/s. None if
             it was simulated, or if its objective is no rate.

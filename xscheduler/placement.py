@@ -26,9 +26,7 @@ stage. With `tp_devices`, `tp` is the degree of the groups only, and `tp_devices
 in groups. `pp` is the number of the decode lane's stages.
 """
 MAX_SPLITS = 6
-"""Largest number of values of `tp_devices` to try for a degree. If a degree has more multiples, evenly spaced multiples
-are tried.
-"""
+"""Largest number of values of `tp_devices` to try for a degree."""
 FEW_DEVICES = 8
 """With up to this many devices, every size of a replica and every division into WAA's two lanes is tried."""
 TYPICAL_BATCH = 32
@@ -84,7 +82,6 @@ class Placement:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degree of each stage of a replica."""
         return tuple(stage.tp for layout in self.layouts for stage in layout.lane)
 
     @property
@@ -97,7 +94,6 @@ class Placement:
         return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
-        """Return whether the placement agrees with the fixed values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
         in_groups = {layout.tp.degree for layout in self.layouts if layout.tp.devices}
         values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
@@ -124,12 +120,7 @@ class Placement:
 
 
 class Placements:
-    """The placements of one model on one cluster.
-
-    Args:
-        engine: the engine that runs the plan. Divisions that it cannot start are left out. None means that no division
-            is left out.
-    """
+    """The placements of one model on one cluster."""
 
     def __init__(
         self,
@@ -286,9 +277,7 @@ class Placements:
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
         """WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
-        number to try stands for the allocation whose computed number is nearer to it, or for both. The computed numbers
-        depend on the batch size, which is not known yet. So neighbouring numbers are also tried, or all numbers if
-        there are few devices.
+        number to try stands for the allocation whose computed number is nearer to it, or for both.
         """
         if size < 2:
             return {}
@@ -338,9 +327,6 @@ class Placements:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Return the sizes of a replica to try: all small sizes, larger sizes in steps of 2, 4, 8 and so on, and
-    `num_devices` divided by each number of replicas.
-    """
     steps = {
         n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
     }

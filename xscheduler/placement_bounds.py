@@ -39,7 +39,6 @@ from xsimulator.stages import Lane, StageShape
 Array = npt.NDArray[np.float64]
 
 MANY = 1e9
-"""A number of tokens larger than any step's."""
 MAX_KINDS = 5
 """Largest number of distinct kinds of stages in a lane for which `max_j` is computed."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
@@ -47,10 +46,7 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 
 
 class _Stages(NamedTuple):
-    """Unused rows are zero.
-
-    `PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated
-    """
+    """`PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated"""
 
     decode_s: Array
     """A step that only decodes."""
@@ -59,7 +55,6 @@ class _Stages(NamedTuple):
     met_s: Array
     """A mixed step in which a given request decodes. Its prompts replace only the other m - 1 requests."""
     encode_s: Array
-    """A prompt's share of the time of the largest step. In this step a prompt costs the least. # [kinds]"""
     passing_s: Array
     """The sum of `decode_s` over all stages, plus the hops between them. # [m]"""
     steady_s: Array
@@ -71,18 +66,11 @@ class _Stages(NamedTuple):
     first_s: Array
     """As `decode_s`, for the first stage, but without its embedding. # [m]"""
     through_s: float
-    """The sum of `encode_s` over all stages."""
     alone_s: float
-    """The sum over all stages of the time of a step that encodes a single prompt and decodes nothing."""
 
 
 class PlacementBounds:
-    """Bounds for the placements of one problem, under any constraint.
-
-    Args:
-        profile: a profile with lower tables (`xscheduler.lower_tables`). Its times never fall with size.
-        quantile_decodes: number of decode iterations of a request of the quantile's length.
-    """
+    """Bounds for the placements of one problem, under any constraint."""
 
     def __init__(
         self, model: ModelSpec, profile: Profile, lengths: Lengths, quantile_decodes: int, max_batch: int
@@ -99,7 +87,6 @@ class PlacementBounds:
         self.batches: Array = np.unique(
             np.concatenate([BELOW_ONE, [1.0], points[(points > 1) & (points < most)], [most]])
         )
-        """The values of m at which times are computed."""
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
@@ -120,16 +107,11 @@ class PlacementBounds:
         return PolicyBounds(steps, terms, replicas, np.asarray(capacities, float), self._mean_decodes)
 
     def least_latency(self, placements: Sequence[Placement]) -> Array:
-        """Return a lower bound, in seconds, on the latency of a request of the quantile's length on each placement.
-
-        The request is assumed to decode alone, with a prompt that costs as little as possible. The first decode step
-        may overlap with encoding.
-        """
+        """Return a lower bound, in seconds, on the latency of a request of the quantile's length on each placement."""
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
 
     def least_prompt(self, placement: Placement) -> float:
-        """Return a lower bound on the slowest stage's seconds for a prompt of the mean length."""
         return float(self._stages(placement.encode_lane).encode_s.max())
 
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
@@ -288,11 +270,7 @@ class PlacementBounds:
 
 @dataclass(frozen=True)
 class PolicyBounds:
-    """The bounds of one policy on some placements.
-
-    Attributes:
-        capacities: for each placement, the number of requests that fit in the memory of a replica.
-    """
+    """The bounds of one policy on some placements."""
 
     steps: LeastSteps
     terms: BoundTerms
@@ -329,7 +307,6 @@ class PolicyBounds:
 
     @cached_property
     def _gaps(self) -> Array:
-        """Lower bounds on the seconds between two tokens of a request. # [placements, terms, m]"""
         steps = self.steps
         return np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * self._busy
 
@@ -351,7 +328,6 @@ class PolicyBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit, or -1 if there is no such m. # [placements, terms]"""
         m = self.steps.iterations.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)

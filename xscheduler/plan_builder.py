@@ -29,11 +29,7 @@ def draft_of(
     settings: PolicySettings,
     effort: SearchEffort,
 ) -> PlanDraft:
-    """Return one point of a search space, a choice of settings, with its predicted figures.
-
-    Args:
-        values: the point's predictions by name. The throughput includes all replicas.
-    """
+    """Return one point of a search space, a choice of settings, with its predicted figures."""
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
     most = int(space.capacity) if space.kv == "quantile" else None

@@ -30,9 +30,7 @@ class Problem:
         engine: the engine that will run the plan. None means an engine about which only the step times are known.
         deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
             requests. None means `engine`.
-        uniform: whether only placements with one lane of equal stages are considered.
         even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
-        placement: the only placement to consider, even if the search would not list it. None means any.
         reused: the part of prompts that is found in the K/V cache. None means no part.
     """
 
@@ -107,7 +105,7 @@ def runs_in_vllm(
 
 
 def reused_by(plan: PlanDraft, workload: Workload) -> Reused | None:
-    """Return the part of prompts that a plan expects to be found in the K/V cache. None means no part."""
+    """Return the part of prompts that a plan expects to be found in the K/V cache."""
     found = plan.estimate.reuse
     if found is None:
         return None

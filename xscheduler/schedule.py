@@ -26,18 +26,13 @@ NOT_SEARCHED = Ceiling(None, "none: nothing was searched")
 
 
 class Scheduler:
-    """Finds plans for one problem in closed form.
-
-    Raises:
-        InputError: the workload is longer than the model's context.
-    """
+    """Finds plans for one problem in closed form."""
 
     def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
         has_own = problem.constraint.maximise is not None  # no bound is known for a user's own objective
         self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
-        """The space of each plan that was found."""
 
     @property
     def problem(self) -> Problem:
@@ -49,11 +44,7 @@ class Scheduler:
         return other
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput at saturation, for the policies that have a plan.
-
-        Raises:
-            InfeasibleError: no policy has a plan. The error names the nearest bound that a plan could keep.
-        """
+        """Return each policy's plan with the highest throughput at saturation, for the policies that have a plan."""
         return {kind: found.plan for kind, found in self.found(kinds).items()}
 
     def found(self, kinds: Sequence[str]) -> dict[str, Found]:
@@ -81,10 +72,6 @@ class Scheduler:
     def ceiling_of(self, found: Found, kind: str, beyond: float = 1.0) -> Ceiling:
         """Return a ceiling that also covers settings that keep memory full, for which requests wait. The search leaves
         them out, since closed forms do not predict them well.
-
-        Args:
-            beyond: factor by which the simulated throughput of the best plan exceeds the closed form's. Others may
-                exceed theirs as much.
         """
         most = found.ceiling.most
         if most is None:
@@ -97,14 +84,7 @@ class Scheduler:
         return max(self.found(kinds).values(), key=lambda found: objective_value(found.draft)).plan
 
     def score(self, settings: PolicySettings, placement: Placement, *, admits_by_use: bool = False) -> Plan:
-        """Return the plan of given settings, whether or not they keep the constraint.
-
-        Args:
-            admits_by_use: whether requests enter as long as K/V memory is free, so that settings always fit.
-
-        Raises:
-            InfeasibleError: the settings do not fit in memory.
-        """
+        """Return the plan of given settings, whether or not they keep the constraint."""
         space = self.candidates.space(settings.kind, placement)
         evaluation = space.evaluate(columns_of(settings))
         if not evaluation.fits[0] and not admits_by_use:

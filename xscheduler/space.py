@@ -50,18 +50,11 @@ def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | 
 
 
 POINTS_AT_ONCE = 20_000
-"""Number of points that `sweep` predicts in one call."""
 
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """The limits of a space, apart from its constraint.
-
-    Attributes:
-        encode_memory: memory of WAA's encode lane. None means that there is only one lane.
-        kv: how K/V memory is promised to requests. Static batches always reserve it for the longest output.
-        max_batch: largest micro-batch, in requests, that the profile, the runner and the engine allow.
-    """
+    """The limits of a space, apart from its constraint."""
 
     memory: LaneMemory
     block_size: int
@@ -92,10 +85,6 @@ class Models:
 class Left(NamedTuple):
     """The share of the latency bound that settings may use, by the value of one variable. 0 means that they are not
     allowed.
-
-    Attributes:
-        name, values, shares: the variable, its values in rising order, and their shares. Between two values, the share
-            of the larger one applies.
     """
 
     name: str
@@ -131,11 +120,9 @@ class Space:
         self.limits = limits
         self.fixed = limits.fixed
         self.bound = np.inf
-        """Upper bound on the throughput of every point, in requests/s of all replicas together."""
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
-        """The numbers of the points that each call predicted."""
         self.between = False
         self.left: Left | None = None
 
@@ -208,7 +195,6 @@ class Space:
 
     @cached_property
     def capacity(self) -> float:
-        """Number of requests whose K/V fits in memory at the same time if activations take no memory."""
         limits = self.limits
         at_rest = _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[1]
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
@@ -303,11 +289,9 @@ class Space:
 
     @property
     def num_points(self) -> int:
-        """Number of settings that fit in memory if activations take no memory."""
         return int(self.lines[2].sum())
 
     def points(self, indices: Ints) -> dict[str, Ints]:
-        """Return points as columns, given their numbers from 0 to `num_points` - 1."""
         outer, inner, counts = self.lines
         if outer is None:
             return {inner.variable.name: inner.values[indices]}
@@ -317,7 +301,6 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """Return the numbers of those settings that are points of the space. This is the inverse of `points`."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
@@ -335,7 +318,6 @@ class Space:
             yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
-        """Return about `num_points` points as columns, evenly spaced on a logarithmic grid."""
         values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
         for axis in self.axes:
@@ -411,7 +393,6 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 def _blocks_of(
     memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise, *, on_average: bool
 ) -> tuple[RequestBlocks, float]:
-    """Both are cached, since all placements with the same lane share them."""
     kept, own = memory.kept_blocks, memory.request_blocks
     law = RequestBlocks.of(lengths, block_size, kv, kept, own, on_average=on_average)
     return law, float(law.most(memory.blocks_beside(np.zeros(1)))[0])
@@ -441,9 +422,6 @@ class Evaluation:
 
     @cached_property
     def lesser(self) -> Performance:
-        """Predictions for the smallest batches that the points represent. The times of these batches must keep the
-        constraint.
-        """
         return self.performance if self._lesser is None else self._lesser(np.arange(len(self.left)))
 
     @cached_property
@@ -452,7 +430,6 @@ class Evaluation:
 
     @cached_property
     def score(self) -> Array:
-        """The objective's value: throughput, or the value of the user's own objective."""
         text = self._constraint.maximise
         return self.throughput if text is None else np.broadcast_to(value_of(text, self._figures), len(self.throughput))
 
@@ -496,7 +473,7 @@ class Evaluation:
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """Whether each point fits in memory. If the smallest settings of a box do not fit, no point of the box fits."""
+        """Whether each point fits in memory."""
         performance, space = self.lesser, self._space
         return space.requests_fit(performance) & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
 
@@ -513,12 +490,7 @@ class Evaluation:
         times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None,
         left: Array | None = None,
     ) -> Array:
-        """Return `excess` for some of the points, in the given order, without predicting the other points.
-
-        Args:
-            times: returns the latency, TTFT and TPOT of each of these points, or None to use the predictions.
-            left: the share of the latency bound that each of them may use. None means the points' own shares.
-        """
+        """Return `excess` for some of the points, in the given order, without predicting the other points."""
         constraint, left = self._constraint, self.left[indices] if left is None else left
         excess = np.where(left > 0, -1.0, np.inf)
         if not constraint.bounds_latency:

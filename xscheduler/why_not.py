@@ -18,11 +18,7 @@ from xsimulator.forecast.base import Ints
 
 
 class Fastest(NamedTuple):
-    """The schedule with the lowest latency for an output of the quantile's length.
-
-    Attributes:
-        first_s, each_s: seconds to the first token, and seconds for each further token.
-    """
+    """The schedule with the lowest latency for an output of the quantile's length."""
 
     kind: str
     first_s: float
@@ -176,7 +172,6 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
 
 
 def _slowest_points(space: Space) -> dict[str, Ints]:
-    """Return the slow corner of each branch. It is the point with the lowest latency."""
     branches = space.branches()
     columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
     for axis in space.searched:

@@ -23,9 +23,7 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Number of parts of an interval. The busiest part determines the interval's load. If the rest at the end of the day is
-shorter than a part, it is added to the last interval: a few requests in a short time would look like a high rate.
-"""
+"""Number of parts of an interval. The busiest part determines the interval's load."""
 ALIKE = 0.2
 """Intervals are in one group if their mean lengths differ by at most this share, plus what chance allows."""
 MOST_GROUPS = 6
@@ -33,13 +31,7 @@ MOST_INTERVALS = 2000
 
 
 class DayStage(Frozen):
-    """A part of a day with one arrival rate and one workload.
-
-    Attributes:
-        hours: length of the part, in hours.
-        rate_per_s: mean arrival rate.
-        workload: the lengths of the requests, as a name or a file.
-    """
+    """A part of a day with one arrival rate and one workload."""
 
     hours: PositiveFloat
     rate_per_s: float = Field(ge=0)
@@ -47,8 +39,6 @@ class DayStage(Frozen):
 
 
 class DaySpec(Frozen):
-    """The content of a YAML file of rates and workloads over hours."""
-
     name: str
     stages: tuple[DayStage, ...] = Field(min_length=1)
 
@@ -65,11 +55,7 @@ class Intervals:
     """A day's load in intervals. # each [intervals]
 
     Attributes:
-        rates: mean arrival rate, requests/s.
-        peaks: arrival rate in each interval's busiest third, requests/s.
         of_requests: the interval in which each request arrives. # [requests]
-        lengths: the lengths of each group's requests.
-        everything: the lengths of all requests.
     """
 
     seconds: Array
@@ -84,13 +70,6 @@ class Intervals:
 def read_day(path: Path, seed: int = 0, growth: Growth = NO_GROWTH) -> Day:
     """Read a day's requests from a trace (CSV, JSON lines) with times, or from YAML with rates and workloads over
     hours.
-
-    Args:
-        seed: seed for drawing requests from rates and workloads.
-        growth: how the load differs from the file's.
-
-    Raises:
-        InputError: the file at `path` is malformed, or is a trace without times.
     """
     if path.suffix in (".yaml", ".yml"):
         return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), growth, np.random.default_rng(seed))
@@ -121,11 +100,7 @@ def _drawn(spec: DaySpec, growth: Growth, rng: np.random.Generator) -> Day:
 
 
 def cut(day: Day, interval_s: float) -> Intervals:
-    """Cut a day into intervals.
-
-    Raises:
-        InputError: `interval_s` is so short that there would be too many intervals.
-    """
+    """Cut a day into intervals."""
     count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:
         least = day.seconds / MOST_INTERVALS
@@ -181,7 +156,7 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the workload of some requests. It includes the longest output of the day, for which memory is reserved."""
+    """Return the workload of some requests."""
     output = binned(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

@@ -14,13 +14,7 @@ from xsimulator.fleet import Replica, Requests
 
 @dataclass(frozen=True)
 class LoadSample:
-    """A sample of the load, taken at regular intervals.
-
-    Attributes:
-        now_s: seconds since the planned day began.
-        seconds: time since the previous sample.
-        ready: number of replicas of each kind that serve now. # [kinds]
-    """
+    """A sample of the load, taken at regular intervals."""
 
     now_s: float
     seconds: float
@@ -30,8 +24,6 @@ class LoadSample:
 
 
 class WantedReplicas(NamedTuple):
-    """The number of replicas of each kind that a fleet should have for a load, in requests/s."""
-
     replicas: tuple[int, ...]
     need_per_s: float
 
@@ -52,7 +44,6 @@ class FollowedDay:
     """A fleet's replicas during a day, and their cost.
 
     Attributes:
-        device_hours, cost: totals of all replicas, each counted from its order to its end.
         samples: (time in s, number of serving replicas, need in requests/s) at each sample.
     """
 
@@ -68,12 +59,7 @@ LOOK_S = 15.0
 
 @dataclass(frozen=True)
 class FollowedFleet:
-    """The result of a day on which a fleet followed a rule.
-
-    Attributes:
-        share_kept: share of requests that keep the bounds after the bounds are tightened by the headroom.
-        share_within: share of requests that keep the original bounds.
-    """
+    """The result of a day on which a fleet followed a rule."""
 
     day: FollowedDay
     num_requests: int

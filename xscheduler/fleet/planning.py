@@ -35,11 +35,8 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FACTOR_STEP = 0.05
-"""Smallest difference between two load factors that are tried."""
 MOST_TRIED = 10
-"""Largest number of load factors that are tried. They grow until enough requests keep the bounds. Then factors between
-the last two are tried.
-"""
+"""Largest number of load factors that are tried."""
 MOST_REPAIRED, LOCAL_STEP, MOST_LOCAL = 12, 1.1, 8.0
 """Largest number of fleets that are tried to keep the bounds in each interval. For each, the load of the intervals that
 break them is raised by steps of this factor until their replicas change, up to the last factor.
@@ -49,18 +46,11 @@ DEVIATIONS = 3.0
 NOTHING = 0.01
 """A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
-"""If a day has more requests than this, the search ends at the first load factor that is large enough. Simulating
-smaller ones would take minutes and save little.
-"""
+"""If a day has more requests than this, the search ends at the first load factor that is large enough."""
 
 
 class FleetCluster(NamedTuple):
-    """A cluster on which replicas may run.
-
-    Attributes:
-        problem: the planning problem of one replica, with the lengths of the whole day.
-        most_devices: largest number of devices of all replicas on this cluster. None means as many as needed.
-    """
+    """A cluster on which replicas may run."""
 
     problem: Problem
     policy: PolicyChoice
@@ -266,11 +256,7 @@ def _broken(model: FleetModel, times: RequestTimes) -> tuple[npt.NDArray[np.bool
 
 
 def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> float:
-    """Return the share of a day's requests that keep the bounds.
-
-    Args:
-        headroom: whether times must stay below the bounds by the plan's headroom.
-    """
+    """Return the share of a day's requests that keep the bounds."""
     return float(np.mean(kept(model, times, headroom=headroom)))
 
 

@@ -35,16 +35,12 @@ FEW = 200
 TIME_S = 30.0
 """After this many seconds, a search stops with its best fleet. Only large problems on slow machines take so long."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
-"""Largest number of possible fleets for a search by shortest path, and for a search of all constant fleets."""
 SLACK = 1e-9
 INFEASIBLE = 2
-"""The status that scipy's `milp` returns for a problem without a solution."""
 
 
 @dataclass(frozen=True)
 class DeviceLimit:
-    """A limit on the devices that some kinds of replicas share."""
-
     kinds: tuple[int, ...]
     devices: tuple[int, ...]
     most: int
@@ -57,9 +53,7 @@ class FleetProblem:
     Attributes:
         needs: requests a second that the fleet must be able to serve. # [intervals]
         rates: requests a second that a replica of each kind serves with the interval's lengths. # [intervals, kinds]
-        prices: price of a replica for an hour. # [kinds]
         start_costs: cost of the time in which a replica starts and ends, and serves nothing. # [kinds]
-        hours: length of each interval. # [intervals]
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
         before: number of replicas of each kind before the first interval. None means the same as in the first interval.
@@ -92,11 +86,7 @@ class FleetSolution:
 
 
 def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
-    """Return the number of replicas of each kind that start in each interval. # [intervals, kinds]
-
-    Args:
-        before: number of replicas before the first interval. None means the same as in the first interval.
-    """
+    """Return the number of replicas of each kind that start in each interval. # [intervals, kinds]"""
     first = replicas[:1] if before is None else before[None, :]
     return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
 
@@ -188,11 +178,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
 
 
 def solve_constant(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet with the lowest cost among those that are the same in all intervals.
-
-    Raises:
-        InfeasibleError: there are too few devices for the load.
-    """
+    """Return the fleet with the lowest cost among those that are the same in all intervals."""
     _check(problem)
     count, kinds = problem.rates.shape
     if (states := _states(problem, MOST_CONSTANT)) is not None:

@@ -20,19 +20,14 @@ from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""A larger replica is considered only if it serves more requests per device by this factor. A fleet of larger replicas
-follows the load less closely.
-"""
+"""A larger replica is considered only if it serves more requests per device by this factor."""
 MOST_SIMULATED = 2
-"""Largest number of plans to simulate for each number of devices. The best in closed form come first."""
 NEAR = 0.94
 """A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind of replica, with the profile from which it was planned."""
-
     kind: ReplicaKind
     profile: Profile
 
@@ -53,8 +48,6 @@ def candidates(
     """Return one cluster's useful kinds of replicas, the kind with the fewest devices first.
 
     Args:
-        problem: the problem with the lengths of the whole day.
-        lengths: the day's groups of lengths. A kind has a rate for each group.
         startup_s: time from ordering a replica until the replica begins to load its weights.
 
     Raises:

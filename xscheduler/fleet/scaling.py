@@ -27,7 +27,6 @@ class Scaling:
     Attributes:
         rates: for each kind, the lowest rate that a replica holds for any of the day's lengths, requests/s. # [kinds]
         factor: factor on the load: the fleet's load factor, but at least 1.
-        marginal: the kind that takes the rest of the load.
         least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
     """
 
@@ -62,7 +61,6 @@ class Scaling:
                 yield span[0], span[-1] + 1, count
 
     def wanted(self, now_s: float, load_per_s: float) -> tuple[int, ...]:
-        """Return the number of replicas of each kind for a load, backlog included."""
         counts = [self.scheduled(kind, now_s) for kind in range(len(self.rates))]
         others = sum(n * rate for i, (n, rate) in enumerate(zip(counts, self.rates, strict=True)) if i != self.marginal)
         if self.rates[self.marginal] > 0:

@@ -43,7 +43,6 @@ DEVIATIONS = 2.0
 """Two simulated rates count as different if they differ by this number of standard deviations."""
 CLOSED_FORMS = Ceiling(None, "none: arrival rates along load curves come from closed forms, without simulation")
 MOST_MOVES = 40
-"""Largest number of moves to better neighbouring settings."""
 ENDED_EARLY = f"the search ended after {MOST_PREDICTIONS:,} predictions; with more, the bound may be tighter"
 SAMPLED = "none: sampled settings prove no bound"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
@@ -63,11 +62,8 @@ class Arrivals(Objective[PlanDraft]):
         super().__init__(scheduler, finish, progress)
         self._only_best = only_best
         self._seconds: dict[str, float] = {}
-        """Seconds spent on the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
-        """For each placement that was searched, its best settings in closed form."""
         self._finished: dict[tuple[object, ...], PlanDraft] = {}
-        """Finished plans by settings and placement, cached since several best plans can have the same neighbour."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked[PlanDraft]:
@@ -152,7 +148,6 @@ class Arrivals(Objective[PlanDraft]):
         }
 
     def _beside(self, kind: str, plan: PlanDraft) -> PlanDraft | None:
-        """Return the best schedule on placements of another shape (`Found.beside`)."""
         own = Placement.of(plan).degrees
         spaces = [
             self._in_engine(space)

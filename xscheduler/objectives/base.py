@@ -13,7 +13,6 @@ from xscheduler.schedule import Scheduler
 
 Schedule = TypeVar("Schedule", PlanDraft, Found)
 Ranked = dict[str, list[tuple[Schedule, float]]]
-"""For each policy, its plans and their values of the objective in closed form, the highest first."""
 
 
 TOGETHER = "none: requests that began together stay together, which closed forms do not model"

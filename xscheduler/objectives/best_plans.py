@@ -28,9 +28,6 @@ from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast import CHOICES, TUNED
 
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
-"""Variables that can be fixed under order das: the prompt tokens of a row (TCB's L), eta in percent, and the number of
-batches that run at the same time.
-"""
 MIXING = ("chunked", "orca")
 """Policies whose steps may both encode and decode."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
@@ -60,10 +57,6 @@ def found_each(
         order: order of admission. None means fcfs or, where it keeps a higher rate, in-time (see `_with_in_time`), and
             the order that tuning finds. A vLLM plan uses xgpt's scheduler class if it has another order or a tuned
             policy.
-
-    Raises:
-        InputError: the model cannot run under that policy.
-        InfeasibleError: no policy has a plan that keeps the constraint.
     """
     engine = problem.engine
     if engine is not None and engine.framework == "vllm" and (policy in TUNED or order not in (None, "fcfs")):
@@ -107,13 +100,7 @@ def best_of_each(
     """Return the best schedule of each policy by the problem's objective, the best of all first.
 
     Args:
-        by: the problem's scheduler (`scheduler`), which can be kept for other bounds.
         finish: completes a draft before it is simulated. For example, it sets the order of admission.
-        is_closed: whether closed forms decide alone. Nothing is simulated, and no arrival rate has a ceiling.
-        only_best: whether to return only the best of all, without the error of its rate.
-
-    Raises:
-        InfeasibleError: no schedule keeps the bounds.
     """
     constraint = by.problem.constraint
     if is_closed and not constraint.maximises_arrivals:
@@ -192,11 +179,7 @@ def _distinct(plans: dict[str, Found]) -> dict[str, Found]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """Return the policies that a choice includes. For a tuned policy, this is the policy from which tuning begins.
-
-    Raises:
-        InputError: the model cannot run under that policy.
-    """
+    """Return the policies that a choice includes. For a tuned policy, this is the policy from which tuning begins."""
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # vLLM frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
@@ -230,15 +213,10 @@ ENGINE_NAMES = {
     "pp_size": "pp",
     "data_parallel_size": "replicas",
 }
-"""Options of other engines, and the variables that correspond to them."""
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Check that the fixed variables exist. Call this before anything is measured for a plan.
-
-    Raises:
-        InputError: `fixed` names an unknown variable or one that no policy has, or gives 0 where at least 1 is needed.
-    """
+    """Check that the fixed variables exist. Call this before anything is measured for a plan."""
     _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
 
 
@@ -285,9 +263,6 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 
 
 def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:
-    """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes or the objective
-    has done so.
-    """
     is_simulated = problem.reused is not None or not problem.constraint.maximises_arrivals
     return plan if is_simulated else with_simulated_figures(plan, problem.profile)
 
@@ -295,9 +270,6 @@ def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:
 def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> PlanDraft:
     """Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running
     requests. Under lpt, all work is known at the start, so no request becomes overdue.
-
-    Raises:
-        InputError: the order cannot be combined with the plan's bounds or policy.
     """
     if order == "in-time":
         if plan.constraint.ttft_s is None:

@@ -33,13 +33,10 @@ BOUND = (
     "the throughput, by Little's law, of an engine that is never idle and keeps the same bounds, on monotone step times"
 )
 NUM_BOXES = 12
-"""Number of random boxes on which the bounds are tested in a branch."""
 WAIT_STEPS = 5
 """Number of bisection steps to find the rate at which waiting leaves too little time."""
 NUM_SIZES = 24
-"""Number of encode batches for which waits are computed."""
 MANY = 10**9
-"""A number of tokens larger than any step's."""
 MOST_PREDICTIONS = 3_000_000
 """Branches are no longer bounded after this many predictions. Most problems take far fewer."""
 FAR_BELOW = 0.9
@@ -51,12 +48,10 @@ class Branch:
     """A placement under a policy.
 
     Attributes:
-        relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
         prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if a single stage encodes
             prompts one by one. Otherwise None.
-        predictions: number of predictions that bounding the branch has taken.
     """
 
     kind: str
@@ -103,9 +98,6 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return the larger of two shares: by which a simulated rate exceeds the branch's bound, and by which random
-        points exceed the bounds of their boxes.
-        """
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
@@ -195,11 +187,7 @@ class _Searched(NamedTuple):
 
 
 class Branches:
-    """All branches of some policies.
-
-    Args:
-        constraint: the bounds that arriving requests must keep in the engine.
-    """
+    """All branches of some policies."""
 
     def __init__(
         self, candidates: Candidates, kinds: Sequence[str], constraint: Constraint, progress: Progress | None = None
@@ -250,7 +238,6 @@ class Branches:
                 heapq.heappush(heap, (-branch.bound, i))
 
     def _refine(self, branch: Branch) -> None:
-        """Compute a branch's bound once. If waa-c and waa-m divide devices in the same way, they share the bound."""
         alike = branch.alike
         if alike not in self._refined:
             self._say(branch)
@@ -281,9 +268,6 @@ class Branches:
             self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return an upper bound on the rate of all branches, or of one policy's branches, but at least the
-        given rate.
-        """
         return max([rate, *(branch.bound for branch in self.all if kind in (None, branch.kind))])
 
 

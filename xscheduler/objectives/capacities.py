@@ -36,7 +36,6 @@ def rated(plan: PlanDraft, profile: Profile, *, edges: bool = True) -> PlanDraft
 
 
 def predicted_rate(plan: PlanDraft, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form, or None if the plan has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return _closed_rate(plan, Problem.of(plan, profile))
@@ -68,17 +67,12 @@ ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
 MOST_STEPS = 60_000
 """Routers are compared if this takes no more steps of the simulated engine, about a second for 15,000."""
 COARSE = 0.1
-"""Relative precision of the rate without kept K/V."""
 
 
 def in_sessions(
     plan: PlanDraft, profile: Profile, predicted: float | None = None, *, decides: bool = False
 ) -> PlanDraft:
-    """Return a plan with the highest rate of sessions that it serves, and with what their turns find.
-
-    Args:
-        decides: whether to simulate the plan also without kept K/V and, with several replicas, under each router.
-    """
+    """Return a plan with the highest rate of sessions that it serves, and with what their turns find."""
     trial = SessionTrial(plan, profile)
     found, sessions = session_capacity(plan, profile, predicted, trial=trial)
     if sessions is None:
@@ -103,13 +97,11 @@ def in_sessions(
 
 
 def _is_short(plan: PlanDraft) -> bool:
-    """Return whether a plan has several replicas, whose turns the simulated engine runs in a few seconds."""
     steps = MOST_ROUTED * plan.workload.output.mean / max(plan.estimate.decode_batch, 1.0)
     return plan.replicas > 1 and steps < MOST_STEPS
 
 
 def _under(plan: PlanDraft, profile: Profile, route: Route, rate: float) -> tuple[float, float]:
-    """Return what turns find, and a session's waiting, under a router."""
     run, _, counts = SessionTrial(plan, profile, route=route).at(rate)
     waits = per_session(run, counts, run.ttft_s)
     return run.reused_share, float(np.quantile(waits, plan.constraint.quantile))

@@ -46,12 +46,10 @@ RUNG = 1.01
 BLOCK = 8
 """Number of rungs that the search skips in one step."""
 LOWEST = -2000
-"""The number of a rung below any plan. The rung's latency is two nanoseconds."""
 REACH = 1.15
 """Largest factor by which the closed form may overestimate latencies. The search starts at this multiple of the bound.
 """
 SEED = 0
-"""Seed of the requests, the same for all plans."""
 ROUNDING = 1e-9
 """Two throughputs count as equal if they differ relatively by less than this. Equal settings of two policies have such
 throughputs.
@@ -86,7 +84,6 @@ def request_law(plan: PlanDraft, profile: Profile, workload: Workload | None = N
 
 
 def request_latency(plan: PlanDraft, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the simulated latency, in s, that the constraint's quantile of all requests does not exceed."""
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
 
@@ -144,7 +141,6 @@ class Ladder:
         return plan is None or self.simulated(plan.draft).guarded_s <= bound_s
 
     def nearest_s(self) -> float | None:
-        """Return the lowest bound, in s, that a plan of the ladder keeps, or None if no rung has a plan."""
         rung = self.lowest()
         plan = None if rung is None else self.plan(rung)
         return None if plan is None or rung is None else max(self.simulated(plan.draft).guarded_s, RUNG**rung / REACH)

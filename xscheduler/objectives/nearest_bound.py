@@ -19,7 +19,6 @@ requested bound.
 STRIDES = (4, 12, 41, 123, 369, 1107)
 """Powers of `STEP` by which a bound is loosened, in this order, until a plan keeps the bound."""
 Keeps = Callable[[Constraint], bool]
-"""A function that returns whether a plan exists under other bounds."""
 
 
 def never_kept(
@@ -78,8 +77,6 @@ def never_kept_closed(scheduler: Scheduler, kinds: Sequence[str]) -> InfeasibleE
 
 
 class _Nearest(NamedTuple):
-    """Bounds that a plan keeps, and their ratio to the next tighter bounds tried. No plan keeps the latter."""
-
     bounds: dict[str, float]
     ratio: float
 

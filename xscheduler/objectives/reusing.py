@@ -33,11 +33,9 @@ BOUND = "the best of any division of memory between running requests and cached 
 ROUNDS = 1
 """Number of further searches. Each assumes the number of running requests found by the search before it."""
 MOST_DIVISIONS = 2
-"""Largest number of divisions of memory for which arrivals are simulated."""
 
 
 FindEach = Callable[[Problem], dict[str, Found]]
-"""A function that returns each policy's best schedule for a problem, the best of all first."""
 
 
 def with_reuse(
@@ -46,9 +44,6 @@ def with_reuse(
     """Return each policy's best plan, the best of all first: the given plan, or a better one that relies on reuse.
 
     A plan with reuse has one replica, or as many replicas as the best plan without reuse.
-
-    Args:
-        trace: the workload's trace. None means that the workload is not a trace, and the plans are returned unchanged.
     """
     if trace is None:
         return plans
@@ -90,7 +85,6 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem with prompts shortened by the tokens that are cached while `inside` other requests run."""
         return replace(self.base, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:

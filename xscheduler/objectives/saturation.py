@@ -45,20 +45,11 @@ MOST_REQUESTS = 5000
 """Largest number of requests to simulate if few have about the quantile's length."""
 SEED = 0
 RUNG = 1.2
-"""Ratio of the closed form's latencies on neighbouring rungs."""
 
 PASSED_OVER = f"{TOGETHER}; plans with a higher prediction serve less in simulation, or break a bound"
 
 
 class SaturatedFigures(NamedTuple):
-    """A plan's simulated figures at saturation.
-
-    Attributes:
-        latency_s: mean latency of a request of the quantile's length.
-        tpot_s: mean time per output token of a request of about the quantile's length. Like `latency_s`, it is None if
-            too few requests have this length.
-    """
-
     throughput_rps: float
     latency_s: float | None
     ttft_s: float
@@ -78,9 +69,6 @@ class SaturatedFigures(NamedTuple):
         }
 
     def excess(self, plan: PlanDraft, constraint: Constraint) -> float:
-        """Return the largest ratio of a simulated time, headroom included, to its bound. Only times that disagree with
-        the plan's count.
-        """
         bounds = {"latency_s": constraint.latency_bound_s, "ttft_s": constraint.ttft_s, "tpot_s": constraint.tpot_s}
         over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
         return (1 + constraint.headroom) * max(over, default=0.0)
@@ -94,11 +82,7 @@ def _agree(seen: float, predicted: float) -> bool:
 
 
 def saturated_figures(plan: PlanDraft, profile: Profile) -> SaturatedFigures:
-    """Simulate a plan at saturation, with all requests present at the start and admitted in order of arrival.
-
-    Raises:
-        InputError: a request of the workload can never fit into the plan's K/V memory.
-    """
+    """Simulate a plan at saturation, with all requests present at the start and admitted in order of arrival."""
     check_fits(plan, plan.workload)
     plan = in_order_of_arrival(plan)
     skipped = warm_up_requests(plan)
@@ -142,7 +126,6 @@ class Saturated(Objective[Found]):
     def rank(self, kinds: Sequence[str]) -> Ranked[Found]:
         constraint, self._ladders = self.scheduler.problem.constraint, {}
         self._beyond: dict[str, float] = {}
-        """The simulated throughput of each policy's plan, divided by the closed form's, if it is higher."""
         if constraint.sla == "length" or constraint.latency_bound_s is None:
             return {kind: [_valued(plan)] for kind, plan in self.scheduler.found(kinds).items()}
         self._ladders = {kind: Ladder(self.scheduler, kind, self.progress) for kind in kinds}
@@ -194,7 +177,6 @@ class Saturated(Objective[Found]):
         return plans
 
     def _confirmed(self, plans: dict[str, Found]) -> dict[str, Found]:
-        """A plan that `_kept_by_all` did not simulate is kept."""
         found: dict[str, Found] = {}
         nearest_s = inf
         for kind, closed in plans.items():
@@ -291,7 +273,6 @@ def _valued(found: Found) -> tuple[Found, float]:
 
 
 def _seen(found: Found, seen: SaturatedFigures) -> Found:
-    """Return the schedule with its simulated figures. If throughput disagrees, the closed form's ceiling is dropped."""
     draft = _simulated(found.draft, seen)
     return Found(draft, Ceiling(None, TOGETHER) if "throughput_rps" in draft.estimate.simulated else found.ceiling)
 

@@ -41,7 +41,6 @@ from xsimulator.lengths import Lengths, Reused, reused_of
 from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, turns_of
 
 KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
-"""Policies under which sessions are planned: those in which a turn may enter at any step."""
 SHARES = (1.0, 0.6, 0.2)
 """Shares of the tokens that could be found, at which plans are ranked."""
 KEPT = (0.2, 0.6)
@@ -59,12 +58,7 @@ def found_in_sessions(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Found]:
-    """Return each policy's best schedule for sessions, the best of all first. Rates are in turns a second.
-
-    Raises:
-        InputError: sessions cannot be planned with an option.
-        InfeasibleError: no schedule keeps the bounds at any rate, or at the requested one.
-    """
+    """Return each policy's best schedule for sessions, the best of all first. Rates are in turns a second."""
     return _SessionSearch(problem, _kinds(problem, policy, order), search, progress).found(policy)
 
 
@@ -86,13 +80,6 @@ def _kinds(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None)
 
 @dataclass(frozen=True)
 class _KeptTurns:
-    """Turns of drawn sessions, and what may be found of them.
-
-    Attributes:
-        order: the turns in the order in which it pays to keep what they find.
-        token_s: token-seconds for which a turn's tokens are kept. # [turns]
-    """
-
     trace: TraceLengths
     shared: Ints
     own: Ints
@@ -114,7 +101,6 @@ class _KeptTurns:
         return cls(trace, shared, own, np.argsort(-saved / np.maximum(token_s, 1e-9), kind="stable"), token_s)
 
     def found(self, token_s: float) -> Ints:
-        """Return the tokens that turns find if a session's tokens may be kept for `token_s`. # [turns]"""
         left = token_s * DRAWN_SESSIONS - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
         part = np.clip(left / np.maximum(self.token_s[self.order], 1e-9), 0.0, 1.0)
         found = self.shared.copy()
@@ -127,7 +113,6 @@ class _KeptTurns:
 
 
 def _prefill_s(problem: Problem, tokens: Ints) -> Floats:
-    """Return about how long the prefill of prompts takes in one layer. # [n]"""
     layer, sizes = problem.profile.layers[0], np.maximum(tokens, 1).astype(float)
     rest, attention = layer.rest, layer.encode_attention
     each = rest.seconds[-1] / rest.points[-1]
@@ -152,7 +137,6 @@ class _SessionSearch:
         self._num_tried = 0
 
     def _means(self) -> dict[str, float]:
-        """Return bounds on a turn's mean times that follow from those on sessions, beside those on turns."""
         constraint, law = self._problem.constraint, Lengths(self._problem.workload)
         if constraint.quantile < LEAST_QUANTILE:
             return {}
@@ -189,7 +173,6 @@ class _SessionSearch:
         }
 
     def _rankings(self) -> list[Scheduler]:
-        """Return closed forms at several shares of found tokens, in several divisions of memory."""
         all_token_s = float(self._turns.token_s.sum()) / DRAWN_SESSIONS
         found = []
         for share in SHARES:
@@ -203,7 +186,6 @@ class _SessionSearch:
 
     @property
     def memory(self) -> float:
-        """K/V memory of all replicas in tokens, on the placement with the most."""
         if self._memory is None:
             by = scheduler(replace(self._problem, constraint=self._of_turns), self._search)
             each = [
@@ -230,7 +212,6 @@ class _SessionSearch:
         return Ceiling((1 + PRECISION) * high, BOUND)  # to which rates are simulated
 
     def _bound(self, token_s: float) -> float:
-        """Return a bound on the turns a second if a session's tokens may be kept for `token_s`."""
         law = self._problem.workload.sessions
         assert law is not None
         reused = self._turns.reused(self._turns.found(min(token_s, 1e18)), 0.0, holds_prompts=False)
@@ -249,7 +230,6 @@ class _SessionSearch:
             self._progress(min(self._num_tried, 40), 41, simulating(what))
 
     def _try(self, kind: str, draft: PlanDraft, guess: float) -> bool:
-        """Simulate a plan, and return whether it is the best of its policy."""
         key = draft.policy, draft.stages, draft.replicas
         if key in self._tried:
             return False
@@ -268,7 +248,6 @@ class _SessionSearch:
         return self._problem.constraint.but(headroom=draft.constraint.headroom)
 
     def _climb(self, kind: str) -> None:
-        """Move to better neighbours of a policy's best plan."""
         reused = self._turns.reused(self._turns.found(np.inf), 0.0)
         by = scheduler(replace(self._problem, reused=reused, constraint=self._of_turns.but(objective="arrivals")))
         for _ in range(MOST_MOVES):
@@ -302,5 +281,4 @@ class _SessionSearch:
         )
 
     def _at_rest(self, draft: PlanDraft) -> float:
-        """Return the excess over the bounds if sessions hardly meet."""
         return SessionTrial(draft, self._problem.profile).at(1e-4).excess * (1 + draft.constraint.headroom)

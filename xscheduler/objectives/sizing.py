@@ -12,10 +12,7 @@ from xscheduler.problem import Problem
 
 
 class Judged(NamedTuple):
-    """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words.
-
-    A confidence of 0 means that the rate is not even predicted.
-    """
+    """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words."""
 
     confidence: float
     why_not: str = ""
@@ -26,11 +23,7 @@ Judge = Callable[[int, float], Judged]
 
 
 class Fewest(NamedTuple):
-    """The smallest number of devices that sustains a rate with the wanted confidence.
-
-    Attributes:
-        tried: the numbers that were judged, rising.
-    """
+    """The smallest number of devices that sustains a rate with the wanted confidence."""
 
     number: int
     tried: tuple[tuple[int, Judged], ...] = ()
@@ -47,12 +40,7 @@ class Fewest(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """A cluster, the number of its devices that sustains the arrival rate, and the price of these devices.
-
-    Attributes:
-        fewest: the smallest number of devices that sustains the arrival rate, or None if all devices do not.
-        why_not: why the cluster was not chosen. "" means that it was.
-    """
+    """A cluster, the number of its devices that sustains the arrival rate, and the price of these devices."""
 
     problem: Problem
     fewest: Fewest | None
@@ -64,13 +52,6 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
     """Return the smallest number of devices on which a plan sustains the rate with the wanted confidence.
 
     If no number reaches the wanted confidence, return the smallest number with the highest confidence.
-
-    Args:
-        most: number of devices that there are.
-        wanted: probability with which the plan must sustain the rate.
-
-    Raises:
-        InfeasibleError: all devices together do not sustain the rate.
     """
     tried = {most: judge(most, 0.0)}
     if not tried[most].confidence:
@@ -92,9 +73,6 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
     """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
 
     Clusters that do not sustain the rate come last.
-
-    Raises:
-        InputError: the cluster of a problem states no price.
     """
     choices = []
     for problem, judge in zip(problems, judges, strict=True):

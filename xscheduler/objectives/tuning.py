@@ -43,7 +43,6 @@ PRECISION = 0.01
 FAR = 1.5
 """A run ends early once the quantile of its times is this many times the bound."""
 LARGEST_STEP = 8192
-"""Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
 """Factors that tighten the bound on the time per token. The closed form then chooses smaller budgets."""
 
@@ -97,7 +96,7 @@ class TunedArrivals(Arrivals):
 
 class Score(NamedTuple):
     """The score of settings. `kept` states whether they keep the bounds slightly above the best rate so far. If so,
-    `rate` is the highest rate at which they do. Otherwise, it is the best rate divided by the ratio of time to bound.
+    `rate` is the highest rate at which they do.
     """
 
     kept: bool
@@ -110,8 +109,6 @@ def tune(
     """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
-        others: further plans with fixed settings, on other placements or with other budgets. Tuning also starts from
-            them.
         order: order of admission. None means that the order is tuned as well.
     """
     import optuna
@@ -208,7 +205,6 @@ def _with_slack(plan: PlanDraft, trial: optuna.trial.BaseTrial, order: Admission
 
 
 _profile: Profile | None = None
-"""The profile that a scoring process uses."""
 
 
 @contextmanager

@@ -27,15 +27,10 @@ measured on a CPU (docs/results/devices.md) and the slowest rate in ExeGPT's Tab
 """
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
-"""If no plan keeps the bound, these multiples of the nearest bound are tried in order until a plan keeps one of them at
-the observed rate.
-"""
 
 SAME = 0.02
-"""Two plans with the same settings count as equal if their prompt tokens per phase differ by at most this share."""
 
 MOST_ROUNDS = 4
-"""Largest number of searches, under ever tighter bounds, for one verdict."""
 UNUSED = 0.02
 """If a plan breaks the bound in simulation, the next search's bound is tightened by the excess plus a quarter of this
 share.
@@ -52,12 +47,8 @@ class Verdict:
     """The result of comparing the running plan with the best plan.
 
     Attributes:
-        breaks_bound: whether the running plan breaks its bounds even after an allowance for chance in the observed
-            lengths.
         found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
-        planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
-        num_unbuilt: number of candidates that were skipped, because they could not be built.
     """
 
     running: Outcome
@@ -80,14 +71,7 @@ class Verdict:
 def judged(
     plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
 ) -> Verdict:
-    """Compare a running plan with the best plan for the observed lengths, by the plan's objective.
-
-    Args:
-        slowdown: ratio of step times to the profile's step times. None means the plan's slowdown.
-
-    Raises:
-        InputError: `profile` was not made for the plan's devices.
-    """
+    """Compare a running plan with the best plan for the observed lengths, by the plan's objective."""
     situation = Situation.of(plan, profile, observation, slowdown)
     verdict = _judged(situation, terms or Terms(), observation.num_requests)
     if observation.cause == "asked":
@@ -177,9 +161,6 @@ def decide(judge: Judge) -> Verdict:
     another placement must also repay the pause. The search may find no plan that keeps the bound, since it can miss
     plans that keep the bound in simulation. A plan that nearly keeps the bound then takes over, unless the running plan
     keeps the bound at some arrival rate.
-
-    Raises:
-        InputError: `profile` was not made for the plan's devices.
     """
     try:
         verdict = _decide_feasible(judge)

@@ -80,14 +80,7 @@ class Judge(ABC):
 
     @abstractmethod
     def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
-        """Return the best plan of some policies, in a form that can replace the running plan.
-
-        Args:
-            in_place: whether the plan must use the running plan's stages.
-
-        Raises:
-            InfeasibleError: no plan keeps the bounds.
-        """
+        """Return the best plan of some policies, in a form that can replace the running plan."""
 
     def careful(self, kinds: Sequence[str], plan: PlanDraft, rate_rps: float) -> Found | None:
         """If `plan` breaks the bounds at a higher quantile of lengths, return a plan on the same stages that keeps

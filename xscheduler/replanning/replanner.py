@@ -49,16 +49,11 @@ planning may take much longer.
 """
 LOOK_S = 1.0
 ANSWER_S = 30.0
-"""Limit on a server's answer with its plan."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """The result of re-planning for other lengths.
-
-    Attributes:
-        judged: the running plan. If a server was observed, it is the plan that the server runs now.
-    """
+    """The result of re-planning for other lengths."""
 
     judged: Plan
     observation: Observation
@@ -67,11 +62,7 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Compare a running plan with the best plan. Return the decision and the new plan, if any.
-
-    Raises:
-        InputError: `profile` was not made for the plan's devices.
-    """
+    """Compare a running plan with the best plan. Return the decision and the new plan, if any."""
     from xscheduler.replanning.decide import judged
 
     started = time.perf_counter()
@@ -175,10 +166,7 @@ def observe_source(plan: Plan, source: str, growth: Growth = NO_GROWTH) -> tuple
 
 
 class BackgroundPlanner:
-    """Implements `xgpt.core.schema.Planner`: runs the planner in a separate process at low priority.
-
-    The process stays alive between questions, since loading the planner takes longer than planning.
-    """
+    """Implements `xgpt.core.schema.Planner`: runs the planner in a separate process at low priority."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))
@@ -186,7 +174,6 @@ class BackgroundPlanner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and load the planner. Without this call, the first question starts the process."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xscheduler.replanning.replanner"],
             stdin=subprocess.PIPE,

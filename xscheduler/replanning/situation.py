@@ -26,11 +26,8 @@ class Situation:
     """A running plan and what was observed while it ran.
 
     Attributes:
-        plan: the running plan, with the observed slowdown and reuse.
         profile: the measured profile, to which the plan's slowdown is not applied.
-        weight: number of requests from which the lengths were observed.
         reuse: observed prefix reuse. None means the plan's expected reuse.
-        unbuilt: reasons why candidates could not be built. Every judgement of the situation adds to them.
     """
 
     plan: PlanDraft
@@ -142,11 +139,7 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
 def reestimate(
     plan: PlanDraft, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
 ) -> dict[str, float]:
-    """Return a plan's predictions for other lengths, with the plan's computed numbers unchanged.
-
-    Requests are assumed to be always waiting (saturation). Such a number is, for example, that of the prompt tokens in
-    a phase of rra.
-    """
+    """Return a plan's predictions for other lengths, with the plan's computed numbers unchanged."""
     lengths = Lengths(workload, reused_by(plan, workload))
     lanes = lanes_of(plan, profile)
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")

@@ -29,7 +29,6 @@ MAX_PREDICTIONS = 100_000
 far.
 """
 BLOCKS_AT_ONCE = 24
-"""Number of blocks of a space that are divided in one vectorised call."""
 
 SMALL = 32
 """A box with at most this many points is not divided. All its points are predicted."""
@@ -38,10 +37,8 @@ PARTS = {1: 8, 2: 2}
 PARTS_OF_A_BATCH = 16
 """Number of batch sizes to predict from one whole batch size to the next, fractional ones included."""
 POINTS_AT_ONCE = 64
-"""Number of points whose fractional batch sizes are predicted in one call."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
-"""(lowest indices, highest indices, branch)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,6 @@ class _Open:
         self.branches = space.branches()
         self.blocks: list[_Block] = []
         self._cuts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        """Cuts of an axis between two indices, cached since many boxes share them."""
         low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
         self.roots = [box for branch in range(len(self.branches)) for box in self._shrunk(low, high, branch)]
@@ -103,7 +99,6 @@ class _Open:
         return -self.blocks[0].priority if self.blocks else 0.0
 
     def take(self, best: float) -> list[Box]:
-        """Remove the most promising blocks and return their parts. The first call returns the whole space."""
         if self.roots:
             roots, self.roots = self.roots, []
             return roots
@@ -147,7 +142,6 @@ class _Open:
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """Return each part's first and last index."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
@@ -207,7 +201,6 @@ class _Search:
             self._keep_best(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Leave out points that cannot beat the best point or whose smallest batch breaks the constraint."""
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + TOLERANCES.throughput), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
         if len(chosen):
@@ -292,11 +285,7 @@ def search(spaces: Sequence[Space]) -> SearchResult:
 
 
 class UpperBound(NamedTuple):
-    """An upper bound on the throughput of all allowed points of some spaces.
-
-    Attributes:
-        best: the best allowed point that was predicted. None means that no point exceeds `at_least`.
-    """
+    """An upper bound on the throughput of all allowed points of some spaces."""
 
     throughput: float
     best: SearchResult | None
@@ -304,7 +293,6 @@ class UpperBound(NamedTuple):
 
 
 def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> UpperBound:
-    """Return an upper bound on the throughput of all allowed points, or `at_least` if it is higher."""
     box_search = _Search(spaces, at_least)
     box_search.run()
     most = max(box_search.best_throughput, box_search.unexplored)

@@ -21,12 +21,9 @@ from xscheduler.space import Space
 from xscheduler.tolerances import TOLERANCES
 
 NUM_BOXES = 12
-"""Number of random boxes in each of the two spaces."""
 
 SWEPT = 100_000
-"""Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second. Optuna
-takes three.
-"""
+"""Spaces of up to this many points are searched exhaustively if bounds are not valid."""
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:

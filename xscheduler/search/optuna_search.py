@@ -24,15 +24,7 @@ def sample_points(
     *,
     num_trials: int,
 ) -> None:
-    """Call `score` for `num_trials` points that Optuna's TPE sampler draws to find high scores.
-
-    The indices of a variable's values are sampled on a logarithmic scale, since small batches differ more from each
-    other.
-
-    Args:
-        score: returns a point's score, given the trial, the index of the space in `spaces`, and the settings as columns
-            with one value each.
-    """
+    """Call `score` for `num_trials` points that Optuna's TPE sampler draws to find high scores."""
     import optuna  # imported here, since the import takes half a second
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -51,7 +43,6 @@ def sample_points(
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS) -> SearchResult:
-    """Return the best of `num_trials` sampled points, without a proof."""
     best: SearchResult | None = None
     highest = -np.inf
 

@@ -27,7 +27,6 @@ Ints = npt.NDArray[np.int_]
 AMPLITUDES = (0.03, 0.08, 0.2, 0.6)
 """Possible standard deviations of the logarithmic error of the model."""
 AMPLITUDE_SHARES = (0.5, 0.35, 0.13, 0.02)
-"""Their probabilities before any measurement."""
 ALONE = 0.06
 """Share of the error's variance that candidates do not share with their neighbours."""
 FLOOR = 0.02
@@ -42,11 +41,7 @@ TOLERANCE = 0.05
 
 
 class MeasuredRate(NamedTuple):
-    """A measured candidate.
-
-    Attributes:
-        error: relative standard deviation of the measurement.
-    """
+    """A measured candidate."""
 
     candidate: int
     value: float
@@ -58,7 +53,6 @@ class Standing(NamedTuple):
 
     Attributes:
         best: the measured candidate with the highest expected value. None means that none was measured.
-        value: its measured value.
         sure: probability that no candidate exceeds it by more than the tolerance.
         most: value that no candidate exceeds, with probability `SURE`.
         next: the candidate whose measurement is expected to gain most, or None if all were measured.
@@ -90,7 +84,6 @@ class Belief:
         places: the candidates' settings, scaled so that the error at distance 1 is similar. # [candidates, settings]
         predictions: each sample's values of all candidates. # [samples, candidates]
         log_weights: logarithmic weights of the samples: what other observations say of the parameters. # [samples]
-        excluded: candidates that do not start.
     """
 
     places: Array
@@ -104,7 +97,6 @@ class Belief:
         return replace(self, measured=(*self.measured, found))
 
     def exclude(self, candidates: Iterable[int]) -> Belief:
-        """Return the belief without candidates that do not start. What was measured has started."""
         return replace(self, excluded=self.excluded | set(candidates) - {found.candidate for found in self.measured})
 
     @cached_property

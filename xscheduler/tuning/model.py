@@ -29,13 +29,9 @@ from xsimulator.fitted import Fit
 from xsimulator.queueing import NUM_LOADS
 
 DESIGN = 48
-"""Number of samples at which rates are predicted."""
 SAMPLES = 4096
-"""Number of samples of the parameters in a belief."""
 BUDGETS = 8
-"""Number of token budgets, evenly spaced on a logarithmic scale."""
 REQUESTS = 250
-"""Number of requests of a simulated load."""
 SIMILAR = 3.0
 """Settings are similar if they differ by less than this factor."""
 APART = 1.0
@@ -49,15 +45,6 @@ LONGEST = 20.0
 
 
 class Prior(NamedTuple):
-    """Standard deviations of the logarithms of the unknown parameters.
-
-    Attributes:
-        pace: of all step times together.
-        split: of prefill relative to decode.
-        step_share, path_s: medians of the time added to each step, as a share of the smallest step, and of the time
-            added to each request.
-    """
-
     pace: float
     split: float
     step_share: float = 0.02
@@ -97,9 +84,6 @@ class EngineModel:
         more: settings that are candidates as well, such as those that run now.
         variants: number of variants in which each setting can run, which the model cannot tell apart, such as those of
             the attention kernels. The first one is the engine's default.
-
-    Raises:
-        InfeasibleError: the model fits on no placement.
     """
 
     def __init__(
@@ -156,7 +140,6 @@ class EngineModel:
         return self.rates_of(self._under(fit))
 
     def rates_of(self, problem: Problem) -> Array:
-        """Return in closed form the highest arrival rate of each candidate in another problem on these placements."""
         engine = problem.engine
         if engine is not None:
             prompt = self._scheduler.candidates.lengths.mean_whole_input
@@ -169,7 +152,6 @@ class EngineModel:
         return np.asarray([rates[placement][curve, load] for placement, curve, load in self._index])
 
     def times(self, candidate: int, rate_per_s: float, fit: Fit) -> tuple[float, float]:
-        """Simulate a load. Return the mean TTFT and the mean time between tokens."""
         plan = fit.of_plan(self.plan(candidate))
         trial = Trial(plan, fit.of_profile(self.problem.profile), least_requests=REQUESTS)
         found = trial.at(rate_per_s)
@@ -178,20 +160,14 @@ class EngineModel:
         return min(float(found.ttft_s.mean()), LONGEST * bound_s), max(float(found.tpot_s.mean()), 1e-6)
 
     def plan(self, candidate: int) -> Plan:
-        """Return the plan of a candidate. Its figures are those of the uncorrected profile."""
         return self.plan_of(self.settings[candidate][1], self.settings[candidate][0])
 
     def plan_of(self, settings: ChunkedSettings, placement: int = 0) -> Plan:
-        """Return the plan of any settings on a placement.
-
-        Raises:
-            InfeasibleError: the settings do not fit in memory.
-        """
+        """Return the plan of any settings on a placement."""
         return self._scheduler.score(settings, self.placements[placement])
 
     @property
     def unfitted(self) -> Fit:
-        """The prior's median."""
         return self.prior.fits(np.zeros((1, len(Fit._fields))), self._least_step_s)[0]
 
     def nearest(self, settings: ChunkedSettings) -> int:
@@ -221,7 +197,6 @@ class EngineModel:
         )
 
     def _between(self, values: Array) -> Array:
-        """Interpolate values at the design's parameters to those of the samples. # [DESIGN, n] -> [SAMPLES, n]"""
         found = RBFInterpolator(self._scores, values, kernel="thin_plate_spline")(self.samples)
         return np.clip(found, values.min(axis=0), values.max(axis=0))
 

@@ -10,8 +10,6 @@ from xsimulator.fitted import Fit
 
 
 class Tuner:
-    """The state of a search: a model of the engine and what is believed of its settings."""
-
     def __init__(self, model: EngineModel, seed: int = 0) -> None:
         self.model = model
         self._lacking: list[int] = []
