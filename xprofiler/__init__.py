@@ -13,12 +13,10 @@ profiles are then no longer used.
 
 
 def xgpt_version(device_type: Literal["cpu", "gpu"]) -> str:
-    """Return the engine version in profiles that are measured on this type of device."""
     return f"steps of generation {GENERATIONS[device_type]}"
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of the installed libraries that execute steps."""
     versions = {}
     for name in ("torch", "numba", "numpy"):
         try:

@@ -69,7 +69,6 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""Efficiencies of kinds of device whose datasheets contain none."""
 
 
 def profile(
@@ -84,9 +83,6 @@ def profile(
     Args:
         engine: the serving engine. The profile includes its time per step and per request. None means the time per step
             in the device's efficiencies.
-
-    Raises:
-        InputError: the device's datasheet has no rate for this dtype, or no memory bandwidth.
     """
     kernels = Kernels(cluster, dtype, engine, kv_dtype)
     degrees = tp_degrees(spec, cluster)
@@ -169,8 +165,6 @@ def _shares_evenly(kind: Block, t: int) -> bool:
 
 
 class Transfers(TypedDict):
-    """The fields of a Profile with times of transfers over the cluster's links."""
-
     hop: Curve | None
     inter_node_hop: Curve | None
     kv_transfer: Curve | None
@@ -215,9 +209,6 @@ class Kernels:
         elementwise: share of the datasheet's memory bandwidth that norms and activation functions achieve in half
             precision.
         of_head: computes the times of the output head. With float8 weights, the head is bfloat16.
-
-    Raises:
-        InputError: the device's datasheet has no rate for the dtype, or no memory bandwidth.
     """
 
     def __init__(
@@ -253,11 +244,7 @@ class Kernels:
     def matrix(
         self, tokens: float, params: float, num_products: float = 1, stored: Quantization | None = None
     ) -> float:
-        """Return the seconds of `num_products` matrix products, whose weights have `params` elements in all.
-
-        Args:
-            stored: the weights' quantisation. None means that they are stored in the dtype.
-        """
+        """Return the seconds of `num_products` matrix products, whose weights have `params` elements in all."""
         compute_s, read_s = self._per_weight(stored)
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
 
@@ -276,16 +263,13 @@ class Kernels:
         return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
-        """Return the seconds of attention for whole prompts. A causal mask halves the work."""
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kept_bytes: float) -> float:
-        """Return the seconds of a decode step's attention, which reads `kept_bytes` for each token in the context."""
         return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, latent: LatentAttention) -> float:
-        """Return the seconds of a decode step's attention over latent vectors, which all heads share."""
         kept = latent.kept_per_token
         read = batch * context * kept * BYTES_PER_ELEMENT[self.kv_dtype] / (self._bandwidth * self.efficiency.kv)
         flops = 2 * batch * context * heads * (kept + latent.kv_rank)
@@ -298,7 +282,6 @@ class Kernels:
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return seconds in which a recurrent block processes `length` tokens of each request, on one of t devices."""
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -314,7 +297,6 @@ class Kernels:
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-gather of `elements` in all."""
         return self._around(elements, devices, 1)
 
     def exchange(self, sent_bytes: float, devices: int) -> float:
@@ -398,7 +380,6 @@ def _share_with_experts(spec: ModelSpec) -> float:
 
 
 def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
-    """Return the mean over all layers of a value that is given for each of `ModelSpec.kinds`."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]
@@ -458,7 +439,6 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Return the seconds of a layer's attention, for prompts and for decode, as means over all layers."""
     kinds = [Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
         surface(lambda b, length: mean_over_layers(spec, [kind.prompt(b, length) for kind in kinds])),
@@ -467,8 +447,6 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
 
 
 class Mixing:
-    """Computes the seconds of attention or recurrence in one kind of layer, on one of t devices."""
-
     def __init__(self, spec: ModelSpec, kind: Block, kernels: Kernels, t: int) -> None:
         self._kernels, self._kind, self._t = kernels, kind, t
         if (attention := kind.attention) is not None:
@@ -479,7 +457,6 @@ class Mixing:
             self._kept_bytes = spec.kv_bytes_of(keeping, kernels.kv_dtype, t) - attention.index_bytes
 
     def prompt(self, batch: int, length: int) -> float:
-        """Return the seconds for `batch` prompts of `length` tokens."""
         kernels, seconds = self._kernels, 0.0
         if self._kind.recurrent is not None:
             seconds += kernels.recurrence(batch, length, self._kind.recurrent, self._t)
@@ -501,7 +478,6 @@ class Mixing:
         return seconds + inside * (1 + 2 * (length - reach) / reach) + fixed
 
     def decode(self, batch: int, context: int) -> float:
-        """Return the seconds for decoding one token of each of `batch` requests."""
         kernels, seconds = self._kernels, 0.0
         if self._kind.recurrent is not None:
             seconds += kernels.recurrence(batch, 1, self._kind.recurrent, self._t)
@@ -535,8 +511,6 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Return the seconds of the output head, by the number of rows. Each device computes its share of the logits."""
-
     def head(rows: int) -> float:
         product = kernels.of_head.matrix(rows, spec.vocab_size * spec.hidden_size / t)
         return product + kernels.all_gather(rows * spec.vocab_size, t)
@@ -545,7 +519,6 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
 
 
 def loop(step_s: float, engine: EngineSpec | None) -> Curve:
-    """Return the seconds that an engine's loop adds to a step, by the step's number of requests."""
     each = 0.0 if engine is None else engine.request_s or 0.0
     return curve(lambda n: step_s + n * each, (1, BATCHES[-1]))
 

@@ -40,9 +40,6 @@ def latent_attention(
 ) -> tuple[Surface, Surface, Shapes] | None:
     """Return the seconds of latent attention on one of t devices, for prompts and for decode. The third item lists the
     sizes (n, k) of the projections that these times do not include. Return None if no table has this attention.
-
-    Raises:
-        InputError: this attention was not measured with weights in `dtype`, or with the tables' type of K/V.
     """
     latent, heads = attention.latent, attention.num_heads // t
     assert latent is not None
@@ -78,7 +75,6 @@ def _modules(
     model: str | None = None,
     operation: str = "",
 ) -> tuple[Surface, Surface]:
-    """Return the seconds of attention for prompts and for decode, from tables that include its projections."""
     found, (family, name) = [], names
     for phase in PHASES:
         operator = f"{name}_{phase}_module"

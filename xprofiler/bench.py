@@ -38,13 +38,10 @@ from xrunner.worker import Worker
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
 """All small numbers are measured: matrix kernels process rows in blocks, and with 3, 11, 13, 14 or 17 rows a step takes
-4 to 8% longer than interpolation between multiples of four predicts. A saturated engine's steps are as large as its
-token budget. If requests arrive at a lower rate, steps can have any size.
+4 to 8% longer than interpolation between multiples of four predicts.
 """
 STAIR = 128
-"""Difference in tokens between the measured sizes of large steps on a GPU. Its matrix products process tiles of about
-so many rows, so times rise in stairs.
-"""
+"""Difference in tokens between the measured sizes of large steps on a GPU."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Measured contexts end in the middle of a block. Kernels read whole blocks, on average half a block beyond a
@@ -60,15 +57,10 @@ SHORT_STEP = [(100, 1)]
 """The shortest step of a server. It is measured `SHORT_STEPS` times after each typical step, for `jitter_of`."""
 SHORT_STEPS = 6
 JITTER_QUANTILES = 100
-"""Number of evenly spaced quantiles that `jitter_of` returns."""
 JOBS_A_STEP = 16
-"""Number of points after which the typical step is measured again, and workers wait for each other."""
 STEPS_A_STRETCH = 3
 """Number of consecutive typical steps per mean. Such means vary about as much as the mean over one request's steps."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six more
-times.
-"""
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute
 no logits. Two sizes of such steps are measured, and the times of larger steps are extrapolated linearly.
@@ -76,16 +68,12 @@ no logits. Two sizes of such steps are measured, and the times of larger steps a
 LEAST_TRIMMED = 3
 """If a point has at most this number of calls, the mean includes all of them."""
 WARM_STEPS, LOOP_STEPS = 4, 12
-"""Number of steps before the engine's loop is timed, and number of timed steps."""
 THREADS_ROUNDS = 3
-"""Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
-"""A step of at least `SUSTAINED_TOKENS` tokens is repeated on a GPU for `SUSTAINED_S` seconds before it is timed. So
-the clock falls to the rate that the power limit allows in service.
-"""
+"""A step of at least `SUSTAINED_TOKENS` tokens is repeated on a GPU for `SUSTAINED_S` seconds before it is timed."""
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """A step that is measured in the loop of a GPU engine: its number of decodes, their context, its number of prompts, and
-their length. It has 512 tokens. Decodes and prompts of these sizes are also measured points.
+their length.
 """
 MAX_STEP_TOKENS = 2048
 """Largest number of prompt tokens in a measured attention call. The time of a larger call is extrapolated in
@@ -102,18 +90,11 @@ encoder-decoder each is (prompt tokens, earlier decoder tokens), where 0 means t
 """
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
-"""Seconds of each point, by its name and sizes."""
 
 
 @dataclass(frozen=True)
 class Points:
-    """The points at which a model is measured, within its context.
-
-    Attributes:
-        encode, decode: (batch, length) of each measured attention call.
-        steps: the sequences (tokens before, tokens now) of each whole step, by its number of tokens. Up to the largest
-            batch size, they are decodes with a short context. In larger steps, they are short prompts.
-    """
+    """The points at which a model is measured, within its context."""
 
     prompts: list[int]
     contexts: list[int]
@@ -123,7 +104,6 @@ class Points:
 
     @classmethod
     def of(cls, spec: ModelSpec, device: str) -> Points:
-        """Return a model's points on a type of device ("cpu" or "gpu")."""
         prompts = [n for n in PROMPTS if n <= spec.max_context]
         contexts = [n for n in CONTEXTS if n <= spec.max_context]
         context = contexts[min(1, len(contexts) - 1)]
@@ -163,7 +143,6 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def jitter_of(steps: Sequence[float]) -> Timings:
-    """Return the mean time of short steps in seconds, and quantiles of each step's time divided by this mean."""
     levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
     mean = statistics.fmean(steps)
     ratios = np.quantile(steps, levels) / mean
@@ -172,8 +151,6 @@ def jitter_of(steps: Sequence[float]) -> Timings:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the quarter of the points with the largest relative standard deviation."""
-
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
 
@@ -191,11 +168,7 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: those whose count is a power of two, and every second length.
-
-    Large steps are not measured: `filled` extrapolates their times linearly. The time of attention is not linear, so
-    single prompts are measured up to the longest.
-    """
+    """Return the points to measure on a busy machine: those whose count is a power of two, and every second length."""
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
         lengths.setdefault(name, []).extend(int(size) for size in sizes[1:])
@@ -213,7 +186,6 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points. The time of a missing point is on the line through its two nearest neighbours."""
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
@@ -244,12 +216,7 @@ def _with(key: tuple[str | int, ...], place: int, size: str | int) -> tuple[str 
 
 
 class Bench:
-    """Measures the points of a profile on one worker. Several workers may measure at the same time.
-
-    Args:
-        in_group: whether the workers form a tensor-parallel group, whose ranks wait for each other in every call.
-        is_brief: whether to measure only some points, in two passes.
-    """
+    """Measures the points of a profile on one worker. Several workers may measure at the same time."""
 
     typical_sequences: Sizes = TYPICAL_STEP
     short_sequences: Sizes = SHORT_STEP
@@ -270,9 +237,6 @@ class Bench:
         self._meet, self._in_group, self._is_brief, self._clock = meet, in_group, is_brief, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
-        """Captured calls by key: the original function, whose tensors must stay alive, and the function that replays
-        it.
-        """
 
     def meet(self) -> None:
         if self._meet is not None:
@@ -285,7 +249,6 @@ class Bench:
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """Return the mean time of each point, the spread of typical steps and the jitter of short steps."""
         # Otherwise, all unwritten pages would be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
@@ -315,7 +278,6 @@ class Bench:
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
     def jobs(self) -> Jobs:
-        """Return, for each point, the function that measures it."""
         points = Points.of(self.spec, "gpu" if self.worker.cache.device.type == "cuda" else "cpu")
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
@@ -338,7 +300,6 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """Return the seconds of attention per layer, as the mean over all layers."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
@@ -436,7 +397,6 @@ class Bench:
 
     @staticmethod
     def _engine(worker: Worker, num_requests: int, prompt_length: int) -> Engine:
-        """Return an engine with `num_requests` requests that do not end. Its steps may both encode and decode."""
         pool = Pool(worker.cache.num_blocks - 1, BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
@@ -444,12 +404,10 @@ class Bench:
         return engine
 
     def run_products(self) -> None:
-        """Run a typical step's matrix products, so that their kernels are compiled."""
         self.last_layer(self.typical_sequences)
         self.head(len(self.typical_sequences))
 
     def run_attention(self) -> None:
-        """Run a typical step's attention, so that its kernels are compiled."""
         self.attention(self.typical_sequences)
 
     def typical_step(self) -> float:
@@ -459,12 +417,10 @@ class Bench:
         return self.step(self.short_sequences)
 
     def step(self, sequences: Sizes) -> float:
-        """Return the seconds of a whole step without the loop: embedding, layers with attention, head, sampling."""
         batch = self.batch(sequences)
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def _sustain(self, key: tuple[str | int, ...], job: Callable[[], float]) -> None:
-        """On a GPU, repeat a large step before it is timed (see `SUSTAINED_S`)."""
         if key[0] == "step" and int(key[1]) >= SUSTAINED_TOKENS and isinstance(self.worker, AheadWorker):
             end = self._clock() + SUSTAINED_S
             while self._clock() < end:
@@ -486,7 +442,6 @@ class Bench:
         return torch.randn(shape, dtype=self.worker.dtype, device=self.worker.cache.device)
 
     def queries_keys_values(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random queries, keys and values of one layer. # each [tokens, heads, head_dim]"""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         if self.spec.latent is not None:
             kv_heads, size = 1, self.spec.latent.kept_per_token
@@ -494,7 +449,6 @@ class Bench:
         return q, k, v
 
     def batch(self, sequences: Sizes) -> Batch:
-        """Return a batch of sequences, each with its own K/V blocks."""
         before, query_len = np.asarray(sequences, np.int32).T
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
@@ -528,7 +482,6 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a call, including all GPU kernels that it launches and none launched before."""
     _wait_for_gpu()
     started = clock()
     run()
@@ -542,7 +495,6 @@ def _wait_for_gpu() -> None:
 
 
 def thread_counts() -> list[int]:
-    """Return the numbers of threads to try: powers of two, and torch's current number."""
     most = torch.get_num_threads()
     return sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most})
 
@@ -550,8 +502,6 @@ def thread_counts() -> list[int]:
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
     """Return the seconds of a typical step for each of `thread_counts`. The step runs on the cores that the worker
     would have in service.
-
-    On a small shared machine, one thread may be the fastest.
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}

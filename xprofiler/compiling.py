@@ -17,14 +17,12 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import DType, ModelSpec
 
 MOST_S = 180.0
-"""Largest number of seconds to wait for a process."""
 
 
 class Ahead:
     """Processes that compile those kernels for a model's profile and first plan that are not on disk yet.
 
-    If a process fails, its kernels are compiled when they are needed. Leaving the context ends processes that still
-    run.
+    If a process fails, its kernels are compiled when they are needed.
     """
 
     def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None, *, is_cpu: bool) -> None:
@@ -56,7 +54,6 @@ class Ahead:
             process.wait()
 
     def wait(self) -> None:
-        """Wait for all processes, at most `MOST_S` seconds for each."""
         for mark, process in self._processes.items():
             with suppress(subprocess.TimeoutExpired, MachineError):
                 if process.wait(MOST_S) == 0:

@@ -38,21 +38,12 @@ from xrunner.models.layers import UNSCALED
 from xrunner.worker import Worker
 
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
-"""Numbers of decoder tokens in measured steps, one token per request."""
 LEAST_PROMPT = 8
-"""Number of prompt tokens of each request when the decoder's self-attention is measured."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoderPoints:
-    """The points at which an encoder-decoder is measured, within its context.
-
-    Attributes:
-        decodes: whole steps that only decode: by number of requests, the (prompt tokens, decoder tokens) of each.
-        encodes: whole steps without decodes: by number of prompt tokens, the (number of prompts, tokens of each).
-        encode, own, cross: (batch, length) of each measured call of encoder attention, decoder self-attention and
-            cross-attention.
-    """
+    """The points at which an encoder-decoder is measured, within its context."""
 
     prompts: list[int]
     contexts: list[int]
@@ -85,8 +76,6 @@ class EncoderDecoderPoints:
 
 
 class CrossBench(Bench):
-    """Measures an encoder-decoder. Sequences are (prompt tokens, earlier decoder tokens)."""
-
     typical_sequences = ((128, 50),) * 8 + ((128, 0),)
     short_sequences = ((128, 50),)
 
@@ -134,7 +123,6 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """Return the seconds of encoder attention per layer, including the layer's share of work done once per step."""
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
@@ -147,7 +135,6 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """Return the seconds of decoder self-attention per layer, including the share of work done once per step."""
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -160,7 +147,6 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def cross_attention(self, num_requests: int, length: int) -> float:
-        """Return the seconds of cross-attention per layer, to prompts whose keys and values are in the cache."""
         caches, batch = self.worker.cache.layers, recalling(self.batch([(length, 1)] * num_requests))
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -243,5 +229,4 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
 
 
 def bench_of(worker: Worker) -> type[Bench]:
-    """Return the `Bench` class for a worker's model."""
     return CrossBench if worker.model.spec.is_encoder_decoder else Bench

@@ -48,7 +48,7 @@ class Routing:
 
     Experts are assigned to devices in turn, the likeliest first. Random choices add to the imbalance: if tokens choose
     r experts in all, the busiest of t devices gets about sqrt(2 r (t - 1) ln t) / t more of these choices than the
-    mean. They are counted as additional tokens.
+    mean.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -79,7 +79,6 @@ of seconds.
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
-"""The tables' name for each format of stored weights."""
 DIVIDED = 0.9
 """At the largest number of tokens, experts divided among devices must take at most this share of their time on one
 device.
@@ -95,11 +94,7 @@ EXPERT_COLUMNS = (
 
 
 class ExpertTable:
-    """Computes the times of a model's experts, including routing, on a group's busiest device.
-
-    Args:
-        rounds: whether to use kernels that round activations to eight bits, if the tables have any.
-    """
+    """Computes the times of a model's experts, including routing, on a group's busiest device."""
 
     def __init__(self, tables: Tables, width_in: int, experts: Experts, dtype: str, *, rounds: bool = False) -> None:
         self._tables, self._hidden, self._experts, self._dtype = tables, width_in, experts, dtype
@@ -134,11 +129,9 @@ class ExpertTable:
 
     @property
     def groups(self) -> set[tuple[int, int]]:
-        """The measured groups: pairs (number of devices, expert-parallel degree)."""
         return set(self._held)
 
     def most_tokens(self, t: int, ep: int) -> float:
-        """Return the largest measured number of tokens on this group."""
         return float(np.exp(self._held[t, ep][1][-1]))
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
@@ -191,5 +184,4 @@ def _distribution(experts: Experts, kinds: set[str]) -> str | None:
 
 
 def stored_as(quantization: Quantization | None, dtype: str) -> str:
-    """Return the tables' name for the type of products with weights in this format."""
     return dtype if quantization is None else STORED[quantization.kind]

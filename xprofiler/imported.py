@@ -53,10 +53,8 @@ SYSTEMS = {
     "l40s": "l40s",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
-"""The tables' folder for each kind of device."""
 
 TABLE_DTYPES: Mapping[DType, str] = {"float16": "bfloat16", "bfloat16": "bfloat16", "float8": "fp8"}
-"""The tables' name for each dtype. Both half-precision types are equally fast."""
 
 
 def profile(
@@ -73,9 +71,6 @@ def profile(
     Args:
         folder: a folder of one kind of device, or with a subfolder for each kind, named as in `SYSTEMS`. None means the
             installed wheel's tables.
-
-    Raises:
-        InputError: there are no tables for this model, device, dtype or framework, or pyarrow is not installed.
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported only for decoder-only models")
@@ -110,11 +105,7 @@ def profile(
 
 
 def wheel_folder() -> Path:
-    """Return the installed wheel's folder `systems`, which contains the tables.
-
-    Raises:
-        InputError: the wheel is not installed.
-    """
+    """Return the installed wheel's folder `systems`, which contains the tables."""
     found = find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise InputError(
@@ -149,10 +140,7 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 
 
 class ImportedLayers:
-    """Computes the times of a model's layers for every way to divide them among devices.
-
-    If no table has a part of a layer, its time comes from the datasheet. `Tables.provenance` then says so.
-    """
+    """Computes the times of a model's layers for every way to divide them among devices."""
 
     def __init__(
         self, spec: ModelSpec, cluster: ClusterSpec, tables: Tables, kernels: analytic.Kernels, engine: EngineSpec
@@ -172,7 +160,6 @@ class ImportedLayers:
         }
 
     def all(self) -> Iterator[LayerTimes]:
-        """Yield a layer's times for each pair of a tensor-parallel and an expert-parallel degree."""
         degrees = [t for t in analytic.tp_degrees(self.spec, self._cluster) if not t & (t - 1)]  # tables have no others
         if not self._experts:
             for t in degrees:
@@ -189,7 +176,6 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for a part's products, and whether each step computes scales of activations."""
         stored = self._stored(part)
         return stored_as(stored, self.tables.dtype), stored is not None and stored.finds_scales
 
@@ -339,7 +325,6 @@ class ImportedLayers:
 
 
 def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
-    """Return the seconds of the output head, by number of rows. Its matrix product is in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
     gathered = [kernels.all_gather(n * spec.vocab_size, t) for n in analytic.BATCHES]
     seconds = tables.product(rows, spec.vocab_size / t, spec.hidden_size, "bfloat16") + gathered
@@ -355,7 +340,6 @@ def attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tupl
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return the shapes of a recurrent block's input and output projections on one of t devices."""
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 
@@ -370,7 +354,6 @@ def ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[float, float]]:
 
 
 def _moved(spec: ModelSpec, kind: Block, t: int) -> float:
-    """Return the number of elements that a layer's small kernels read and write per token."""
     elements = 8.0 * spec.hidden_size + (3 if spec.gated_ffn else 2) * (kind.ffn_size // t)
     if (attention := kind.attention) is not None:
         kept = max(1, attention.num_kv_heads // t) * attention.head_dim

@@ -27,7 +27,6 @@ def of_layer(kind: Block, tp: int) -> int:
 
 
 def added(encode: Surface, spec: ModelSpec, tp: int, engine: EngineSpec | None) -> Surface:
-    """Return the seconds of a layer in which prompts are encoded, with those of launching its kernels."""
     if engine is None or not engine.launch_s:
         return encode
     mean = sum(of_layer(kind, tp) * len(kind.layers) for kind in spec.kinds) / spec.num_layers

@@ -64,7 +64,6 @@ from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_prepacked
 
 LOADED_LAYERS, LOADS = 4, 4
-"""Number of layers that `loading_rate` loads, and how many times."""
 
 
 def profile(
@@ -77,7 +76,7 @@ def profile(
     progress: Progress | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Measure a model's profile on this machine. Several devices are measured at the same time.
+    """Measure a model's profile on this machine.
 
     Args:
         wait: waits until kernels have been compiled. On a busy machine, it is called only after weight layouts have
@@ -181,7 +180,6 @@ def loading_rate(
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout for each shape of a model's weights on this CPU, at these tensor-parallel degrees."""
     memory.keep_freed_memory()  # as in a worker, so that calls need not allocate buffers again
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)

@@ -8,15 +8,12 @@ from typing import TypeVar
 PASSES = 6
 """Number of passes. The first one is warm-up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Points with at least `LONG_TOKENS` prompt tokens are measured only in every `LONG_EVERY`-th pass. They take so long
-that all clock rates occur during a call.
-"""
+"""Points with at least `LONG_TOKENS` prompt tokens are measured only in every `LONG_EVERY`-th pass."""
 
 Point = TypeVar("Point")
 
 
 def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int], passes: int = PASSES) -> list[Point]:
-    """Return the points of all passes, one pass after the other. Points with long prompts are only in some passes."""
     once = list(points)
     return [
         point

@@ -15,10 +15,8 @@ from xgpt.core.schema import Profile
 BUSY = 0.25
 """If other processes use more than this share of the cores, the machine is too busy for a full measurement."""
 LEAST = 0.05
-"""`Others.cores` lists processes that use at least this many cores."""
 STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
-"""Seconds for which `cores_taken` observes."""
 NOTABLE = 0.1
 """A machine counts as changed if its GFLOP/s (relatively), or the share of its cores that other processes use, differ
 by more.
@@ -81,14 +79,12 @@ class Others:
 
 
 def _is_ours(number: int, parents: dict[int, int]) -> bool:
-    """Return whether a process is this one or descends from it."""
     while number and number != os.getpid():
         number = parents.get(number, 0)
     return bool(number)
 
 
 def cores_taken() -> float:
-    """Return how many cores other processes use, on average over the next `LOOK_S` seconds."""
     others = Others()
     time.sleep(LOOK_S)
     return sum(others.cores().values())

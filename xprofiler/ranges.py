@@ -21,9 +21,7 @@ from xgpt.core.schema import ModelSpec, PlanDraft
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
 LEAST_ROWS, LEAST_GROUPS = 12, 3
-"""Least numbers of ratios and of groups from which a range is computed."""
 INSIDE = (0.05, 0.95)
-"""Quantiles of the ratios that bound a range."""
 UNKNOWN = (0.5, 2.0)
 """Range if there are too few ratios, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
@@ -48,13 +46,7 @@ MODELS = {"dense": "dense models", "experts": "mixtures of experts", "hybrid": "
 
 
 class Cell(NamedTuple):
-    """A class of predictions with similar errors.
-
-    Attributes:
-        load: open loop, closed loop, offline or disaggregated.
-        family: dense, experts, or hybrid, which has recurrent layers.
-        profile: source of step times (imported or analytic).
-    """
+    """A class of predictions with similar errors."""
 
     load: str
     engine: str
@@ -68,12 +60,7 @@ class Cell(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """A likely range: the measured value is probably between `low` and `high` times the prediction.
-
-    Attributes:
-        shared: what these measurements have in common with the prediction, such as " of dense models, planned from
-            datasheets".
-    """
+    """A likely range: the measured value is probably between `low` and `high` times the prediction."""
 
     low: float
     high: float
@@ -82,7 +69,6 @@ class Likely(NamedTuple):
 
 
 Errors = dict[str, list[tuple[Cell, str, list[float]]]]
-"""Ratios of measured to predicted values by quantity, cell and group."""
 
 
 @cache
@@ -92,7 +78,6 @@ def _shipped() -> Errors:
 
 
 def errors_in(text: str) -> Errors:
-    """Parse the text of an errors.json."""
     found: Errors = {}
     for *cell, group, quantity, ratios in json.loads(text):
         found.setdefault(quantity, []).append((Cell(*cell), group, ratios))
@@ -105,7 +90,6 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     Args:
         borrowed: whether the engine's times are those of another engine or version, or step times were computed with
             another device's efficiencies. If so, the range is widened.
-        errors: known ratios. None means those in `configs/errors.json`.
     """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
@@ -147,7 +131,6 @@ def within(groups: list[list[float]], factor: float = 1.0) -> tuple[float, float
 
 
 def family_of(model: ModelSpec) -> str:
-    """Return the family of models to which a cell's errors belong."""
     if any(block.recurrent is not None for block in model.blocks):
         return "hybrid"
     return "dense" if model.experts is None else "experts"

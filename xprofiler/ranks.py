@@ -62,8 +62,6 @@ class RanksTask:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The combined results of all ranks. `threads` is the number of threads per rank, or None on GPUs."""
-
     threads: int | None
     by_group: dict[tuple[int, int], Timings]
     hop: Curve
@@ -71,10 +69,7 @@ class Together:
 
 
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees that the number of devices and the model's sizes allow.
-
-    A degree must divide the number of devices or be a power of two.
-    """
+    """Return the tensor-parallel degrees that the number of devices and the model's sizes allow."""
     found = []
     for degree in range(1, num_devices + 1):
         try:
@@ -95,11 +90,7 @@ def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
 
 
 def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, is_brief: bool = False) -> Together:
-    """Measure several devices, with one process for each.
-
-    Raises:
-        MachineError: a process has died.
-    """
+    """Measure several devices, with one process for each."""
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open this directory
         store = str(Path(directory) / "store")
         task = RanksTask(settings, num_devices, groups(settings.spec, num_devices), store, is_brief)
@@ -202,7 +193,6 @@ def _meet(others: Sequence[Connection]) -> None:
 
 
 def _mean_of_ranks(group: RawGroup | None, measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
-    """Return the mean of each point over those ranks that pass `counts` as true."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
     assert group is not None
     group.add_up(of_all)
@@ -211,7 +201,6 @@ def _mean_of_ranks(group: RawGroup | None, measured: Mapping[Key, float], *, cou
 
 
 def _hop(task: RanksTask, rank: int, meet: Meet, fabric: Fabric, num_tokens: int) -> float:
-    """Return the seconds to send hidden states to another device: half of a round trip."""
     settings = task.settings
     dtype = state_dtype(settings.dtype, settings.device)
     hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
@@ -249,7 +238,6 @@ def _transfer(rank: int, meet: Meet, links: Links, worker: Worker, num_tokens: i
 
 
 def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
-    """Return the median seconds of a round trip between the first two ranks."""
     seconds = []
     for _ in range(1 + REPEATS):
         meet()

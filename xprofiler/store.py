@@ -25,15 +25,10 @@ RESTLESS_KEPT_S = 600.0
 
 
 AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | None], Profile]
-"""Adapts a measured profile to the steps of a serving engine. See `xgpt.served_profile`."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
-    """Return the data type in which a model runs on a cluster's devices: `dtype`, or else the default there.
-
-    Raises:
-        InputError: the model does not run in `dtype` there. float8 is accepted only in plans for other machines.
-    """
+    """Return the data type in which a model runs on a cluster's devices: `dtype`, or else the default there."""
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
         dtype = CPU_DTYPES[0] if on_cpu else spec.default_dtype
@@ -48,11 +43,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
 
 
 def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
-    """Check the data type of K/V. Return None if it is the one that `dtype` implies on these devices.
-
-    Raises:
-        InputError: K/V cannot have the type `kv_dtype` there.
-    """
+    """Check the data type of K/V. Return None if it is the one that `dtype` implies on these devices."""
     kind = cluster.device.type
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
         return None
@@ -79,7 +70,7 @@ def new_profile(
     progress: Progress | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Make a profile: measure this machine, compute it from a datasheet, or import it. See `xgpt.profile`.
+    """Make a profile: measure this machine, compute it from a datasheet, or import it.
 
     Raises:
         InputError: there is no such model, cluster or table, or the arguments contradict each other.
@@ -128,10 +119,6 @@ def obtain_profile(
         dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
         kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
             `dtype` implies.
-        as_served: adapts a measured profile to the steps of a serving engine. None leaves it as measured.
-
-    Raises:
-        InputError: the model does not run in `dtype` there, or the datasheet has no rate for it.
     """
     dtype = dtype_of(spec, cluster, dtype)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
@@ -202,11 +189,7 @@ def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
-    """Read a profile from a user's file, and check that plans for these arguments can use it.
-
-    Raises:
-        InputError: the file is malformed, or `check_belongs` refuses the profile.
-    """
+    """Read a profile from a user's file, and check that plans for these arguments can use it."""
     profile = load_json(Path(path), Profile, "profile")
     check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
     return profile
@@ -217,7 +200,7 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     version of xgpt's engine.
 
     Raises:
-        InputError: one of these differs. The message states the profile's value, the plan's value, and what to do.
+        InputError: one of these differs.
     """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
@@ -244,7 +227,7 @@ def check_engine(plan: Plan, engine: str) -> None:
     """Check that a plan's step times are those of `engine`, or of none.
 
     Raises:
-        InputError: they are another engine's. The message names both engines, and states what to do.
+        InputError: they are another engine's.
     """
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):
@@ -305,15 +288,7 @@ def import_profile(
     framework: str,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile from the tables of the installed package aiconfigurator, or of a folder.
-
-    Args:
-        where: "aiconfigurator", or the folder's path.
-        framework: the serving engine whose kernels to use. The name may include its version.
-
-    Raises:
-        InputError: there are no tables, or none for this model, device, dtype or framework.
-    """
+    """Return a profile from the tables of the installed package aiconfigurator, or of a folder."""
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
         raise InputError("import_from", where, "give aiconfigurator, or a folder of tables")
@@ -328,12 +303,7 @@ def profile_vllm(
     progress: Progress | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure vLLM's step times on this machine. They are not cached. For `as_served`, see `obtain_profile`.
-
-    Raises:
-        InputError: vLLM cannot run this model, or the cluster is not this machine.
-        MachineError: vLLM is not installed or does not run.
-    """
+    """Measure vLLM's step times on this machine. They are not cached. For `as_served`, see `obtain_profile`."""
     from xprofiler import vllm
 
     if not cluster.is_local:
@@ -356,7 +326,6 @@ def _kept(content: str) -> Profile | None:
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
-    """Return the model's name and a hash of all that step times depend on."""
     shape = spec.shape.but(name="").model_dump_json()
     versions = [
         xgpt_version(cluster.device.type),

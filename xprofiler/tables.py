@@ -19,7 +19,6 @@ Array = npt.NDArray[np.float64]
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
 """Bytes per element, by the start of the type's name in tables. Other types have two bytes."""
 LEAST_S = 1e-12
-"""Seconds that replace a time of 0, since its logarithm would be infinite."""
 
 
 class Tables:
@@ -29,11 +28,7 @@ class Tables:
     cache. Between a model's steps, they do not. `provenance` states how many points were raised.
 
     Args:
-        device: the kind of device, for the roofline. None means that no latency is raised.
         version: preferred version of the framework. None means the newest.
-
-    Raises:
-        InputError: a table is missing, or does not contain the requested sizes.
     """
 
     def __init__(
@@ -50,7 +45,6 @@ class Tables:
         self.kv_dtype = kv_dtype or dtype
         self.provenance: dict[str, str] = {}
         self.versions: dict[str, str] = {}
-        """The framework's version in the table of each operator."""
         self._products: dict[str, Grid3] = {}
         self._quantizing: dict[str, Grid2 | None] = {}
         self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
@@ -75,7 +69,6 @@ class Tables:
         the shorter of the two times is used.
 
         Args:
-            finds_scales: whether each call computes the scale of [m, k] (FP8).
             arrives_rounded: whether the kernel that computes [m, k] also rounds it, if the checkpoint contains the
                 scale.
         """
@@ -240,12 +233,6 @@ class Tables:
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
         """Return the paths of an operator's tables: first the engine's version and later ones, ascending, then older
         ones, descending. Without a version, the newest comes first.
-
-        Args:
-            framework: another framework. Its newest tables come first, and the result may be empty.
-
-        Raises:
-            InputError: there is no table.
         """
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
@@ -263,7 +250,6 @@ class Tables:
         return [*found[older:], *found[:older][::-1]]
 
     def has(self, family: str, operator: str) -> bool:
-        """Return whether there is a table of an operator for the framework."""
         return bool(self._found(family, operator, self.framework))
 
     def _found(self, family: str, operator: str, framework: str) -> list[Path]:
@@ -272,11 +258,7 @@ class Tables:
     def read(
         self, path: Path, columns: Sequence[str], optional: Sequence[str] = (), *, may_be_zero: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns of a table.
-
-        Raises:
-            InputError: the file at `path` is malformed, or pyarrow is not installed.
-        """
+        """Read columns of a table."""
         try:
             from pyarrow import ArrowInvalid, parquet
         except ImportError:
@@ -298,7 +280,6 @@ class Tables:
         return rows
 
     def note(self, operator: str, path: Path) -> None:
-        """Record the source of an operator's times."""
         self.provenance[operator] = "/".join(path.parts[-5:-1])
         self.versions[operator] = path.parts[-2]
 
@@ -352,7 +333,6 @@ def _usual(values: Array) -> npt.NDArray[np.bool_]:
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """Fill in a grid's missing points: the latency of the next smaller point times the ratio of sizes."""
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
             before = (*place[:d], place[d] - 1, *place[d + 1 :])
@@ -379,7 +359,6 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
 
 
 def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
-    """Return the surface through these points. A batch of b gets the time that was measured for b * `times`."""
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
@@ -398,7 +377,6 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
 
 
 def mean_surface(surfaces: Sequence[Surface], weights: Sequence[float]) -> Surface:
-    """Return the weighted sum of surfaces. It has the points of all of them."""
     if len(surfaces) == 1 and weights[0] == 1:
         return surfaces[0]
     batches, lengths = (

@@ -43,9 +43,7 @@ SHORT = 32
 """Number of tokens of a short prompt or context. Its attention is assumed to take no time."""
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
-"""Numbers of requests at which the head's time is separated from the time of tokens."""
 NUM_DECODES = 4
-"""Number of decode steps that are timed per point and pass."""
 KV_SHARE = 0.25
 """Largest share of a GPU's memory that the K/V of a decode batch may take."""
 REQUEST_S, BEGIN_S = 20e-6, 1.3e-3
@@ -54,9 +52,7 @@ of a step, and for each prompt that begins in it (docs/results/gpu.md).
 """
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Number of requests that decode in the same steps as a prompt's chunks, and their context. These steps show the cost
-of mixing.
-"""
+"""Number of requests that decode in the same steps as a prompt's chunks, and their context."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -65,7 +61,6 @@ class StepSizes(NamedTuple):
     """The sizes of the steps to measure.
 
     Attributes:
-        cached_tokens: largest sum of context tokens in a decode batch.
         piece: number of tokens in a prompt chunk, enough to keep the device busy.
         captured_tokens: largest number of tokens of a step that vLLM runs as a CUDA graph, or 0 without graphs. A
             slightly larger step takes much longer, so it is measured, too.
@@ -79,7 +74,6 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> StepSizes:
-        """Return the sizes to measure. On GPUs, `cached_tokens` is limited by the memory for K/V."""
         device = cluster.device
         if device.type == "cpu":
             return CPU_SIZES
@@ -119,12 +113,10 @@ class Probe(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in `group`."""
         return self.batch + (self.kind == "pieces")
 
     @property
     def step_tokens(self) -> int:
-        """Number of the step's prompt tokens if its kind is "encode", else 0."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
@@ -158,12 +150,7 @@ def profile(
     checkpoint: Path | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure vLLM's profile of this model on one device of this machine.
-
-    Raises:
-        InputError: `checkpoint` is None, or the model has an encoder.
-        MachineError: vLLM is not installed or does not run.
-    """
+    """Measure vLLM's profile of this model on one device of this machine."""
     if checkpoint is None:
         raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")
     if spec.is_encoder_decoder:
@@ -186,8 +173,8 @@ def threads_in(lines: Sequence[str]) -> int | None:
 def with_scheduler(profile: Profile) -> Profile:
     """Add the time of xgpt's scheduler and its channel in a served vLLM to vLLM's profile.
 
-    The offline interface does not include this time. Its part per request of a step is in `overhead`. Its part per
-    prompt is in `encode_attention`, where each prompt counts once.
+    The offline interface does not include this time. Its part per prompt is in `encode_attention`, where each prompt
+    counts once.
     """
     (layer,), most = profile.layers, profile.overhead.points[-1]
     attention, begin_s = layer.encode_attention, BEGIN_S / profile.model.num_layers
@@ -254,7 +241,6 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of each point's timed steps, except in the first pass. The log has the order of `jobs`."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
@@ -280,11 +266,7 @@ def fit(
     times: dict[Probe, list[float]],
     vllm_version: str,
 ) -> Profile:
-    """Compute a profile, with the times of a step's parts, from the seconds of whole steps.
-
-    Raises:
-        MachineError: `times` has no seconds for a point.
-    """
+    """Compute a profile, with the times of a step's parts, from the seconds of whole steps."""
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
         point = missing[0]
@@ -381,9 +363,6 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
     """Return the seconds of steps, by number of tokens, changed so that the time per token never rises with the number.
     Sizes that violate this are averaged, weighted by the total time of their measurements.
-
-    Args:
-        sizes: by number of tokens, the mean seconds of a step, and the sum over its measurements.
     """
     from scipy.optimize import isotonic_regression
 
@@ -396,8 +375,6 @@ def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
 
 
 class _Line:
-    """A piecewise linear function from a number to seconds, constant beyond its points."""
-
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = sorted(seconds)
         self._seconds = [seconds[n] for n in self._points]

@@ -39,7 +39,6 @@ def _silu_gate(x: Tensor) -> Tensor:
 
 
 GATES: dict[str, str] = {name: f"{name}_gate" for name in _PLAIN if name != "none"}
-"""The name of each activation's gate."""
 ACTIVATIONS: dict[str, Activation] = (
     _PLAIN | {gate: _gating(_PLAIN[name]) for name, gate in GATES.items()} | {GATES["silu"]: _silu_gate}
 )
@@ -50,6 +49,4 @@ IN_PLACE: dict[str, Activation] = ACTIVATIONS | {
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""In-place activation functions, for tensors that no other code reads. A gate writes its result into half of the
-tensor.
-"""
+"""In-place activation functions, for tensors that no other code reads."""

@@ -47,7 +47,6 @@ class AheadWorker(Worker):
     num_hits = 0
     _ahead: _Launched | None = None
     _decoded = False
-    """Whether the last step only decoded, and chose the highest logits."""
 
     def restart(self) -> None:
         self._ahead = None

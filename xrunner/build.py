@@ -36,7 +36,6 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "triton": TritonAttention,
     "reference": ReferenceAttention,
 }
-"""Backends by name, the fastest first."""
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -92,10 +91,6 @@ def build_worker(
 ) -> Worker:
     """Return a worker with its weights loaded, on one device.
 
-    Args:
-        group: the ranks that share these layers. None means only this rank.
-        pipe: link to the stages before and after. None means that there is one stage.
-
     Raises:
         InputError: the backend is unknown or does not run on this device in this dtype, or the weights do not fit the
             spec.
@@ -142,12 +137,7 @@ def build_worker(
 
 
 def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
-    """Return a worker for row batching (TCB), on one device. Each batch allocates its own K/V memory.
-
-    Raises:
-        InputError: the weights do not fit the spec, or row batching does not support the model's attention.
-        MachineError: this machine does not have the device, or the weights do not fit into its memory.
-    """
+    """Return a worker for row batching (TCB), on one device. Each batch allocates its own K/V memory."""
     place, _ = _place(settings)
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     if (field := settings.spec.special_attention) is not None:
@@ -167,12 +157,6 @@ def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _load(settings: WorkerSettings, part: Part | None) -> Model:
-    """Return this rank's part of the model, with its weights.
-
-    Raises:
-        MachineError: this machine does not have the device, or the device cannot multiply in this dtype.
-        torch.OutOfMemoryError: the weights do not fit into the device's memory.
-    """
     place, _ = _place(settings)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"torch finds no GPU, which {settings.device} needs")
@@ -199,9 +183,6 @@ def whole_worker(
 ) -> Worker:
     """Return a worker of a whole model. On a GPU, decode steps are captured as CUDA graphs, and launched ahead of the
     engine's loop.
-
-    Raises:
-        torch.OutOfMemoryError: the blocks do not fit into the device's memory.
     """
     spec = model.spec
     reads_back = spec.experts is not None or spec.special_attention is not None

@@ -23,7 +23,6 @@ from xgpt.core.schema.step_log import StepRecord
 _MAPS = Path("/proc/self/maps")
 _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/]*\.so\S*$", re.MULTILINE)
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-"""The function that each thread of an OpenMP team runs."""
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
@@ -47,7 +46,6 @@ def take_cores(part: int = 0, parts: int = 1) -> bool:
 
 @contextmanager
 def own_cores(part: int = 0, parts: int = 1) -> Iterator[None]:
-    """Pin the calling thread's team to cores until the block ends."""
     cores, count = _usable_cores(), torch.get_num_threads()
     taken = take_cores(part, parts)
     try:
@@ -78,7 +76,6 @@ def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
 
 @cache
 def _openmp() -> Any:
-    """Return the OpenMP library that runs torch's threads, or None if the library does not have GNU's interface."""
     names = sorted(set(_OPENMP.findall(_MAPS.read_text())), key=lambda name: "/torch" not in name)
     libraries = map(ctypes.CDLL, names)
     return next((library for library in libraries if hasattr(library, "GOMP_parallel")), None)
@@ -127,4 +124,4 @@ def waited_ns() -> dict[int, int]:
 
 
 _files: dict[Path, int] = {}
-"""Open files, by path. Every step reads them, and opening a file takes six times as long as reading it."""
+"""Open files, by path."""

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 EIGHT_BITS = ("F8_E4M3", "I8")
-"""Number types of eight bits, as safetensors names them."""
 SCALES = ("_scale", "_scale_inv")
-"""Suffixes that turn a weight's name into the name of its scales."""
 OFFSETS = "_zero_point"
-"""Suffix that turns a weight's name into the name of its zero points."""
 BLOCK = 128
-"""Rows and columns of a block of weights that shares one scale."""
 
 
 LARGEST = 127.0
@@ -59,7 +55,6 @@ def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice
 
     Args:
         scales: scales of the whole matrix, in a shape that `fits`.
-        place: position of the part in the whole matrix.
     """
     scales = scales.float()
     if scales.numel() > 1:

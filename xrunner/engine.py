@@ -34,7 +34,6 @@ class Inbox:
         self._wake = threading.Event()
 
     def put(self, handed_in: HandedIn) -> None:
-        """Any thread may call this."""
         self._queue.put(handed_in)
         self._wake.set()
         self._interrupt()
@@ -82,7 +81,6 @@ class Engine:
         self.on_refused: Callable[[str], None] = lambda reason: None
         self.on_begin: Callable[[list[int]], None] = lambda ids: None
         self._given_up: list[Token] = []
-        """Ends of lost requests that `step` has not returned yet."""
         self._suspects = Suspects()
         self._redeployment = Redeployment(deploy)
         self._progress = Ledger()
@@ -97,7 +95,6 @@ class Engine:
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Call `on_step` with the records of later steps, in the thread that calls `step`."""
         self._recorder.listen(on_step)
 
     @property
@@ -109,7 +106,6 @@ class Engine:
         self._grammars.submit(generation)
 
     def cancel(self, id_: int) -> None:
-        """Remove a request before the next step. If it has already ended, do nothing."""
         if not self._grammars.cancel(id_):
             self._inbox.put(id_)
 
@@ -278,11 +274,7 @@ class Engine:
         return tokens
 
     def _go_on_after(self, error: Exception) -> None:
-        """Restart after a failed step. If it is known which request makes steps fail, end it.
-
-        Raises:
-            EngineFailed: too many steps have failed recently.
-        """
+        """Restart after a failed step. If it is known which request makes steps fail, end it."""
         under_way = [id_ for id_ in self._progress.generations if self.pool.under_way.touches(id_)]
         culprit = self._suspects.fail(error, under_way)
         logger.error("a step has failed", exc_info=error)
@@ -320,7 +312,6 @@ class Engine:
         self.executor.release(ids)
 
     def uses(self) -> list[Use]:
-        """Return each process's sent bytes and busy seconds since its start, or [] if there is only one process."""
         return self.executor.uses()
 
     def close(self) -> None:

@@ -117,11 +117,7 @@ class Executor(Protocol):
 
 
 class OneAtATime(ABC):
-    """An executor in the engine's own process. Its `collect` executes a step.
-
-    Attributes:
-        grammars: compiles the grammars of requests. None means that no request may have a grammar.
-    """
+    """An executor in the engine's own process. Its `collect` executes a step."""
 
     resumes = True
     scores_prompts = False

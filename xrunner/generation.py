@@ -69,7 +69,6 @@ of other requests.
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
-    """Yield the sampling parameters of each output of one request. Only the seed differs between outputs."""
     for index in range(num_choices):
         yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)
 
@@ -79,8 +78,7 @@ class Logprobs(NamedTuple):
     pairs.
 
     Attributes:
-        prompt: scores of each prompt token except the first. Set only with the first token of a request that asks for
-            them.
+        prompt: scores of each prompt token except the first.
     """
 
     chosen: float
@@ -99,7 +97,6 @@ class Generation:
         num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
         deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that is still
             waiting at that time ends without a token.
-        promised_output, account: as in `Arrival`.
         arrival_ns: time at which the server received the request, on the engine's clock. None means the time at which
             the engine receives it.
     """
@@ -124,7 +121,6 @@ class Generation:
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request that continues after these output tokens. Its prompt ends with them."""
         if not generated:
             return self
         count = len(generated)
@@ -150,4 +146,3 @@ class Token(NamedTuple):
     finish: FinishReason | None
     logprobs: Logprobs | None = None
     error: str = ""
-    """The reason why the engine lost the request. Empty if it was not lost, or if the reason is not known."""

@@ -34,8 +34,7 @@ MAX_BYTES = 1 << 16
 """Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
 """The most recently used grammars are kept as long as compiling all of them took at most this number of processor
-seconds. Their memory is in proportion to this time: one of the longest grammars takes 0.2 s and 15 MiB, and one for
-eight usual tools takes 8 ms.
+seconds.
 """
 LONG_BYTES = 1 << 13
 """If a grammar is longer than this, the process returns freed memory to the system after compiling the grammar and
@@ -47,7 +46,6 @@ llguidance's units, and the number of the lexer's states. Usual schemas need a t
 work takes 25 MiB, and adds 2 ms to a step for each output until it is refused. With llguidance's own limits it took 200
 MiB, and added 8 ms to every step."""
 KEPT_ANSWERS = 64
-"""Number of grammars for which the process remembers whether it accepts them."""
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 RULES = r"""
@@ -84,7 +82,6 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def regex_rule(pattern: str) -> str:
-    """Return a Lark term of the texts that a regular expression matches from beginning to end."""
     escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern)
     return f"/{escaped}/"
 
@@ -99,7 +96,6 @@ def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool
     Args:
         answer: Lark rules. The rule `answer` matches the output after the reasoning.
         begin, end: Lark terms of the marks around reasoning.
-        free: ids of the tokens that are not text, except the end mark's, as Lark writes them.
         may_lack_end: whether the output may end within reasoning.
     """
     # If the mark is text, its first occurrence ends the reasoning. If the mark is a token, only this token ends the
@@ -117,7 +113,6 @@ def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool
 
 
 def ranges(tokens: Collection[int]) -> str:
-    """Return token ids in llguidance's notation for sets of tokens, such as 1-3,7."""
     ranges: list[tuple[int, int]] = []
     for token in sorted(set(tokens)):
         if ranges and ranges[-1][1] == token - 1:
@@ -137,7 +132,6 @@ class Grammars:
         self._eos = sorted(eos_token_ids)
         self._recent: OrderedDict[str, Compiled] = OrderedDict()
         self._in_use: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
-        """Compiled grammars that are still referenced."""
         self._lock = Lock()
         self._known = lru_cache(KEPT_ANSWERS)(self._try)
         self._read: Future[LLTokenizer] = Future()
@@ -170,11 +164,7 @@ class Grammars:
         return None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
-        """Return the grammar's state after `output`.
-
-        Raises:
-            MachineError: the tokenizer cannot be used.
-        """
+        """Return the grammar's state after `output`."""
         state = GrammarState(self.compiled(grammar), self._vocab_size, self._eos)
         if len(grammar) > LONG_BYTES:
             weakref.finalize(state, give_back_soon).atexit = False
@@ -183,11 +173,7 @@ class Grammars:
         return state
 
     def compiled(self, grammar: str) -> Compiled:
-        """One that is in use or was used recently is not compiled again. Any thread may call this.
-
-        Raises:
-            MachineError: the tokenizer cannot be used.
-        """
+        """One that is in use or was used recently is not compiled again. Any thread may call this."""
         with self._lock:
             known = self._in_use.get(grammar)
         compiled = known or self._compile(grammar)
@@ -213,8 +199,6 @@ class Grammars:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled grammar: a matcher at the grammar's start, and the CPU seconds that compiling took."""
-
     matcher: LLMatcher
     seconds: float
 

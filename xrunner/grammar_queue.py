@@ -10,18 +10,12 @@ from dataclasses import dataclass
 from xrunner.generation import NO_TOKEN, Generation, Token
 
 AHEAD_BYTES = 1 << 18
-"""Largest total length of the compiled grammars of requests that have not begun. Four grammars of the largest size
-reach this limit, and take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond this
-limit."""
+"""Largest total length of the compiled grammars of requests that have not begun."""
 
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar.
-
-    Attributes:
-        kept: an object that keeps the grammar compiled as long as the object is referenced.
-    """
+    """A compiled grammar."""
 
     kept: object
     account: str
@@ -49,10 +43,8 @@ class GrammarQueue:
         self._pass_on = pass_on
         self._changed = threading.Condition()
         self._waiting: dict[str, dict[int, Generation]] = {}
-        """Requests whose grammar is not compiled, by account and id."""
         self._compiled: dict[str, _Compiled] = {}
         self._grammars: dict[int, str] = {}
-        """The grammar of each unfinished request that was passed on."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -90,7 +82,6 @@ class GrammarQueue:
                 self._changed.notify()
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Requests without a grammar are ignored."""
         if self._grammars:
             with self._changed:
                 for id_ in ids:

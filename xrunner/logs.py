@@ -20,22 +20,15 @@ import msgspec
 from xgpt.core.errors import cut
 
 MAX_LINES = 4096
-"""Largest number of lines that wait to be written."""
 MAX_ITEMS = 100
-"""Largest number of items that are written of a list."""
 END_S = 1.0
-"""Seconds in which waiting lines are written when the process ends."""
 MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
-"""Largest number of characters that are written of a message, and of the end of a traceback. Of other texts,
-`MAX_SHOWN` characters are written.
-"""
+"""Largest number of characters that are written of a message, and of the end of a traceback."""
 KINDS = 1000
 """Number of kinds of lines that are remembered. The most recent kinds are kept."""
 
 
 class Rate(NamedTuple):
-    """How many lines of one kind may be written at once, and how many per second in the long run."""
-
     at_once: float
     per_s: float
 
@@ -56,9 +49,6 @@ class NoFlood(logging.Filter):
         super().__init__()
         self._lock = threading.Lock()
         self._kinds: OrderedDict[tuple[object, ...], tuple[float, float, int]] = OrderedDict()
-        """For each kind, the number of lines that may be written now, the time at which this number was computed, and
-        the number of lines left out since then.
-        """
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: dict[str, object] = getattr(record, "fields", {})
@@ -147,7 +137,6 @@ class BackgroundHandler(logging.Handler):
 
 
 def log_json(level: str, stream: IO[str] | None = None) -> None:
-    """Send the process's logs of at least `level` to `stream`, by default to standard error from a separate thread."""
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-"""Parameters of glibc's mallopt."""
 GROWTH = 2**28
 """Least number of bytes by which the heap grows. The bytes take no memory before they are written to."""
 MADV_HUGEPAGE = 14

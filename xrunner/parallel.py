@@ -46,8 +46,6 @@ class Group(Protocol):
 
 
 class Share(NamedTuple):
-    """Indices [start, stop) of `full` items: heads, columns of a feed-forward block, or tokens of a vocabulary."""
-
     start: int
     stop: int
     full: int
@@ -78,12 +76,9 @@ class Part:
     """The part of a model that one rank holds.
 
     Attributes:
-        layers: the rank's decoder layers, [first, last).
-        encoder_layers: the rank's encoder layers, [first, last).
         rank, degree: the rank's number among the ranks that share these layers, and the number of these ranks.
         ep: number of parts into which the ranks divide a layer's experts. The ranks of one part hold slices of its
             experts.
-        runs_decoder: False for an encoder without decoder layers.
 
     Raises:
         InputError: the heads cannot be divided among these ranks.
@@ -125,7 +120,6 @@ class Part:
 
     @property
     def cached_heads(self) -> Share:
-        """Heads in this rank's cache. If the cache holds latent vectors, there is one head, the same on all ranks."""
         return self.kv_heads if self.spec.latent is None else Share(0, 1, 1)
 
     @property
@@ -197,11 +191,7 @@ class VocabularyShare(Embedding):
 
 
 def build(part: Part) -> Model:
-    """Return the model of a part, without memory (on "meta") and without its group.
-
-    Raises:
-        InputError: this version does not run the family.
-    """
+    """Return the model of a part, without memory (on "meta") and without its group."""
     model = family_of(part.spec)(part.local, partial(torch.empty, device="meta"))
     model.first_layers = {
         name: (part.encoder_layers if name.startswith("encoder") else part.layers)[0]

@@ -26,11 +26,8 @@ class Prefixes:
         self._reuse = reuse
         self._secret = secrets.token_bytes(32)
         self._roots: dict[str, bytes] = {}
-        """The start of each account's chains."""
         self._last: tuple[Sequence[int], int, str, Chain] = ((), 0, "", ())
-        """The last prompt, its block size, account and chain. They are kept because several choices of a request have
-        the same prompt.
-        """
+        """The last prompt, its block size, account and chain."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
         """Return the keys of a prompt's full blocks. Return () if the prompt is scored, since all its tokens must then

@@ -18,7 +18,6 @@ class PromptScores:
     def __init__(self) -> None:
         self._scores: dict[int, list[Logprobs]] = {}
         self._num_top: dict[int, int] = {}
-        """For each request, the number of most probable tokens to report with each prompt token."""
 
     def start(self, generation: Generation) -> None:
         num_top = generation.sampling.prompt_logprobs

@@ -31,16 +31,13 @@ class Recorder:
         self.clear()
 
     def listen(self, on_step: OnStep) -> None:
-        """Call `on_step` with each later record, in the thread that calls `end`."""
         self._listeners.append(on_step)
 
     def clear(self) -> None:
         self._arrivals: list[Arrival] = []
-        """Requests received since the last step began."""
         self._cancelled: list[tuple[int, int]] = []
         """Requests removed since the last step began, each with the number of steps settled before."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
-        """Unfinished steps of each lane and micro-batch, in the order in which the steps end."""
         self._num_begun = self._num_settled = 0
 
     @property

@@ -20,7 +20,6 @@ class Ledger:
         self.generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
         self._repeated: dict[int, int] = {}
-        """Number of tokens that restarted requests generate again."""
 
     def has_begun(self, id_: int) -> bool:
         return id_ in self._generated
@@ -114,7 +113,6 @@ class Suspects:
         self._suspected: set[int] = set()
         self._held: dict[int, Request] = {}
         self._tried: int | None = None
-        """The suspect that was admitted."""
 
     def __bool__(self) -> bool:
         return bool(self._held)

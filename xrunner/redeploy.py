@@ -16,7 +16,7 @@ class Redeployment:
     """The plan to deploy once no request runs, and the requests that are parked until then.
 
     Args:
-        deploy: builds the workers of another plan. None means that the placement cannot change.
+        deploy: builds the workers of another plan.
     """
 
     def __init__(self, deploy: Deployer | None) -> None:
@@ -24,7 +24,6 @@ class Redeployment:
         self._next: Schedule | None = None
         self._parked: dict[int, Generation] = {}
         self._num_plans = self._num_taken = self._num_settled = 0
-        """Number of plans announced, number of plans passed to `adopt`, and number of plans adopted or refused."""
 
     @property
     def is_pending(self) -> bool:
@@ -60,11 +59,7 @@ class Redeployment:
         self._parked.pop(id_, None)
 
     def run(self, before: Schedule) -> tuple[Schedule, Executor, str | None]:
-        """Deploy the other plan. If that fails, perhaps for lack of memory, deploy the previous one again.
-
-        Returns:
-            The plan that runs now, its workers and, if the other plan could not be deployed, the reason.
-        """
+        """Deploy the other plan. If that fails, perhaps for lack of memory, deploy the previous one again."""
         assert self._deploy is not None and self._next is not None
         refused = None
         try:
@@ -79,7 +74,6 @@ class Redeployment:
         return schedule, executor, refused
 
     def finish(self) -> list[Generation]:
-        """Return the parked requests in the order of their arrival. The plan now counts as adopted or refused."""
         self._num_settled = self._num_taken
         parked, self._parked = list(self._parked.values()), {}
         return parked

@@ -63,7 +63,6 @@ class Replicas:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._home: dict[int, int] = {}
-        """The replica of each unfinished request."""
         self._engines: list[Engine] = []
         built: SimpleQueue[tuple[int, Engine | BaseException]] = SimpleQueue()
         self._threads = [
@@ -83,7 +82,6 @@ class Replicas:
 
     @property
     def on_refused(self) -> Callable[[str], None]:
-        """See `Engine.on_refused`. Called in the thread of the replica that cannot deploy."""
         return self._engines[0].on_refused
 
     @on_refused.setter
@@ -93,7 +91,6 @@ class Replicas:
 
     @property
     def on_begin(self) -> Callable[[list[int]], None]:
-        """See `Engine.on_begin`. Called in the thread of the replica whose step begins."""
         return self._engines[0].on_begin
 
     @on_begin.setter

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 FEWEST = 64
-"""Initial number of rows. It doubles when all rows are in use."""
 
 
 class RequestRows:

@@ -57,9 +57,6 @@ class Sampler:
     Attributes:
         failed: the reasons why rows got no token in the last call, by index into the call's `rows`. Rows whose logits
             are not finite are left out.
-
-    Args:
-        grammars: builds the states of grammars. None means that no request may have one.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
@@ -68,17 +65,14 @@ class Sampler:
         self._active: set[int] = set()
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}
-        """Grammar state of each row that has a grammar."""
         self.failed: dict[int, str] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
-        """Biases by row: token ids, and the numbers that are added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token occurs in the output, in one line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         """Whether each token occurs in the prompt, in the same lines."""
         self._free_counts: list[int] = []
         self._noise: Tensor | None = None
-        """Random bits of each token, made at the first draw."""
 
     @property
     def is_idle(self) -> bool:
@@ -87,8 +81,6 @@ class Sampler:
     def takes_highest(self, rows: np.ndarray) -> bool:
         """Return whether each row's token is the one with the highest sum of logit and `clocks`, because no row has a
         setting other than a temperature.
-
-        # int64 [sampled]
         """
         if self.is_idle:
             return True
@@ -187,7 +179,6 @@ class Sampler:
     def _one_by_one(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose each request's token separately, so that only the request at fault fails."""
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         logprobs: dict[int, Logprobs] = {}
         failed: dict[int, str] = {}
@@ -303,7 +294,6 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
 
     Args:
         scores: # float32 [rows, vocab]
-        noise: random bits of each token. # int32 [vocab]
 
     Returns:
         # int64 [rows]
@@ -332,7 +322,6 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
-        width: sort at least this many of each row's highest scores.
 
     Returns:
         # float32 [rows, 1]

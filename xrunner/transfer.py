@@ -37,8 +37,6 @@ class Moving(NamedTuple):
 
 
 class Cargo(Protocol):
-    """Reads and writes one worker's part of all transfers."""
-
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """Return a copy of a piece in host memory, to be sent."""
 
@@ -100,7 +98,6 @@ class EncoderOutputs:
         self._num_taken_in = 0
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Return a copy of the outputs. # [tokens of all prompts, hidden]"""
         return torch.cat([self._encoder_outputs[request.id] for request in requests]).cpu()
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
@@ -124,7 +121,6 @@ class CachePart:
         self._part = part
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Return a copy of the blocks. # [layers, 2 or 1, blocks, heads, block_size, head_dim]"""
         heads = self._heads(piece)
         index = self._index(requests)
         layers = [layer[:, index, heads] for layer in self._layers(piece)]

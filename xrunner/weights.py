@@ -55,18 +55,14 @@ def _precision(dtype: DType, device: str, kv_dtype: DType | None = None) -> Prec
 
 
 BASE_PREFIXES = ("model.", "transformer.")
-"""Prefixes that a model with a head adds to the names of the base model."""
 
 CONTAINERS = ("language_model.", "model.language_model.")
-"""Prefixes that a model with several kinds of input adds to the names of its language model."""
 
 
 class Weight(NamedTuple):
     """One tensor of a checkpoint, and its destination.
 
     Attributes:
-        out: destination in the model: a parameter, or some rows of a parameter that fuses several tensors.
-        transposed: whether the checkpoint stores the tensor as [in, out].
         entry: the tensor's index in a stored stack of tensors, and the size of the stack. None means that the tensor is
             stored separately.
     """
@@ -79,7 +75,6 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole tensor in the model's orientation."""
         shape = list(self.out.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.full
@@ -92,7 +87,6 @@ class Weight(NamedTuple):
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Position of the part in the whole tensor, in the model's orientation."""
         index = [slice(None)] * self.out.dim()
         if self.cut is not None:
             index[self.cut.dim] = slice(self.cut.start, self.cut.start + self.out.shape[self.cut.dim])
@@ -120,7 +114,7 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The weights of a directory, mapped into memory. A tensor is read only when it is copied to its destination.
+    """The weights of a directory, mapped into memory.
 
     Raises:
         InputError: the directory has no weights (pickled weights are refused, since they can run code), or the index or

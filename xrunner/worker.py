@@ -24,12 +24,9 @@ from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Largest number of tokens in a slice of a step in which prompts are scored. It is limited because every token of such
-a slice needs logits.
-"""
+"""Largest number of tokens in a slice of a step in which prompts are scored."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
-"""Runs a step. In the last stage it returns logits. # [sampled, vocab]"""
 
 
 class Worker(OneAtATime):
@@ -241,7 +238,6 @@ class Worker(OneAtATime):
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Return the greedy choices. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
         return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: ScoredPlaces | None) -> np.ndarray:
@@ -265,7 +261,6 @@ class Worker(OneAtATime):
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
-        """Return the step as a batch. `rows` has the rows of the step's decodes, then of its chunks."""
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
@@ -291,7 +286,6 @@ def fed(tokens: np.ndarray) -> np.ndarray:
 
 
 def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:
-    """Yield a step in parts of at most `most` tokens, decodes first. A prompt may span several parts."""
     decode, chunks = step.decode, []
     room = max(1, most - len(decode))
     for id_, start, length in step.encode:

@@ -91,7 +91,6 @@ class Scoring(NamedTuple):
 
 
 PLAIN = Scoring()
-"""The scoring of most models: only the default scale."""
 
 
 class Sequences(NamedTuple):
@@ -154,7 +153,6 @@ def make_batch(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for the device's earlier work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -40,7 +40,6 @@ class ReferenceAttention(AttentionBackend):
 
 
 def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """Return a sequence's keys and values, gathered from its blocks. # [2 or 1, context, kv_heads, head_dim]"""
     block_size = cache.shape[3]
     blocks = table[: -(-context // block_size)].long()
     return read_kv(cache, blocks).transpose(2, 3).flatten(1, 2)[:, :context]

@@ -20,7 +20,6 @@ from xrunner.channel.messages import Shortening, encode
 
 READ_BYTES = 1 << 18
 FRAME_BYTES = 256 << 20
-"""Largest message. If a peer announces a larger one, the connection counts as closed."""
 T = TypeVar("T")
 Decode = Callable[[bytes], T]
 _LENGTH = struct.Struct("!I")
@@ -69,7 +68,6 @@ class EngineEnd(Generic[T]):
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message. If the front has closed the channel, the next `receive` raises EOFError."""
         with self._lock, suppress(OSError):
             self._socket.sendall(_frame(message))
 
@@ -94,7 +92,6 @@ class EngineEnd(Generic[T]):
         return self._decode(self._received.popleft())
 
     def end(self) -> None:
-        """Tell the front, and any thread that receives at this end, that no more messages will come."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -116,12 +113,10 @@ class FrontEnd(Generic[T]):
         self._unsent = bytearray()
         self._shortened = Shortening()
         self._is_blocked = False
-        """Whether unsent bytes wait for space in the socket's buffer."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(connected, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when `receive` can read messages or write unsent bytes."""
         # The selector's descriptor, not the socket's: it is also readable when unsent bytes can be written.
         descriptor: int = self._selector.fileno()
         return descriptor
@@ -131,7 +126,6 @@ class FrontEnd(Generic[T]):
             self._selector.select(timeout_s)
 
     def send(self, message: object) -> None:
-        """Send a message now, or as soon as the socket's buffer has space."""
         is_first = not self._unsent
         self._unsent += _frame(self._shortened(message))
         if is_first:
@@ -183,7 +177,6 @@ class FrontEnd(Generic[T]):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets: the front's and the engine's."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends:
         # Large enough for the messages of many steps, which accumulate while the front is busy.

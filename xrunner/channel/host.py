@@ -32,7 +32,6 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 IDLE_S = 0.5
-"""Longest time that an idle engine sleeps before it checks its workers."""
 NOBODY = -1
 """An id that no request has. Cancelling this id wakes the engine."""
 
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 
 class HostedPool(Protocol):
-    """The state of a hosted engine's K/V memory, read between two steps."""
-
     @property
     def reserved_blocks(self) -> int: ...
     @property
@@ -53,9 +50,6 @@ class HostedPool(Protocol):
 class HostedEngine(Protocol):
     """The interface of a hosted engine. See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread.
     Any thread may call the other methods.
-
-    Attributes:
-        on_refused: called with the reason if a new plan cannot be deployed and the previous plan continues.
     """
 
     takes_seeds: bool
@@ -102,9 +96,7 @@ class EngineHost:
         self._is_ready = False
         self._stopping = threading.Event()
         self._records: list[StepRecord] = []
-        """Records of the step that has just ended."""
         self._num_plans = self._num_followed = 0
-        """Number of plans given to the engine, and number of plans that it has adopted or refused."""
         self._told = Room()
 
     def run(self) -> None:
@@ -161,7 +153,6 @@ class EngineHost:
         self._end.send(Began(ids))
 
     def read(self) -> None:
-        """Pass the front's messages to the engine, and report regularly that this process is alive."""
         alive_s = time.monotonic()
         while not self._stopping.is_set():
             try:

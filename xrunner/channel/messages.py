@@ -34,8 +34,6 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Follow(msgspec.Struct, tag="follow", array_like=True):
-    """Follow another plan (JSON) in later steps."""
-
     plan: str
 
 
@@ -51,8 +49,6 @@ class Room(NamedTuple):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine now accepts requests. For the fields see `RemoteEngine`."""
-
     takes_seeds: bool
     scores_prompts: bool
     resumes: bool
@@ -67,8 +63,6 @@ class Alive(msgspec.Struct, tag="alive", array_like=True):
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """A step has begun. These requests start in it."""
-
     ids: list[int]
 
 
@@ -76,7 +70,6 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step has ended, or a request has ended outside a step.
 
     Attributes:
-        room: state of the K/V memory, or None if it is unchanged.
         transfers: where the K/V of requests are, by request id. Set only if each lane is a vLLM instance.
     """
 
@@ -87,8 +80,6 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
 
 class Rested(msgspec.Struct, tag="rested", array_like=True):
-    """No step can run now. This is sent only if the state of the K/V memory has changed."""
-
     room: Room
 
 
@@ -97,17 +88,11 @@ class Followed(msgspec.Struct, tag="followed", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """The last plan that was sent cannot run. The previous one continues."""
-
     reason: str
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine has failed for good.
-
-    Attributes:
-        input: the field, the value and the accepted values of an InputError. None for other errors.
-    """
+    """The engine has failed for good."""
 
     reason: str
     exit_code: int = XgptError.exit_code
@@ -173,8 +158,6 @@ class Shortening:
 
 
 class DecodeDown:
-    """Decodes the front's messages, and restores the parts that requests left out."""
-
     def __init__(self) -> None:
         self._before = _Before()
 

@@ -39,9 +39,7 @@ from xrunner.generation import Generation, Token
 END_S = 30.0
 """Seconds in which an engine must end its step and its workers. An engine that takes longer is killed."""
 HUNG_S = 5.0
-"""Seconds without a report after which an engine that does nothing is killed without waiting, when the server ends."""
 POLL_S = 0.5
-"""Interval at which a starting engine's process is checked."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +47,6 @@ OnStep = Callable[[StepRecord], None]
 
 
 class KvLimits(Protocol):
-    """The K/V memory that one request may have under a plan, in blocks of `block_size` tokens."""
-
     @property
     def kv_blocks(self) -> int: ...
     @property
@@ -62,8 +58,6 @@ class KvLimits(Protocol):
 
 
 class Inside:
-    """Tracks the requests that an engine has, according to the engine's messages."""
-
     def __init__(self, limits: KvLimits) -> None:
         self.limits = limits
         self.room = Room()
@@ -99,8 +93,6 @@ class Inside:
 
 
 class FrontConnection(Protocol):
-    """The front's connection to an engine. See `FrontEnd`."""
-
     @property
     def has_gone(self) -> bool: ...
     def fileno(self) -> int: ...
@@ -169,7 +161,6 @@ class _Start:
     def __init__(self) -> None:
         self._moved_s = self._looked_s = time.monotonic()
         self._before_s: float | None = None
-        """Processor seconds used before the silence."""
         self._used_s = 0.0
 
     def check(self, used_s: float) -> None:
@@ -186,11 +177,7 @@ class _Start:
 
 
 class RemoteEngine:
-    """An engine at the other end of the channel. The package's docstring describes the interface.
-
-    Args:
-        far_end: runs the engine. It may still be starting.
-        launch: starts another far end, which follows the given plan.
+    """An engine at the other end of the channel.
 
     Raises:
         XgptError: the engine does not start. The error is the engine's own.
@@ -205,7 +192,6 @@ class RemoteEngine:
         self._listeners: list[OnStep] = []
         self.pool = Inside(limits)
         self._next: list[Plan] = []
-        """Plans that were sent to the engine and that it has neither adopted nor refused."""
         self._uses: list[Use] = []
         self._is_closed = False
         self._begin(far_end)
@@ -246,7 +232,6 @@ class RemoteEngine:
         return why or "it has closed its connection"
 
     def listen(self, on_step: OnStep) -> None:
-        """Call `on_step` with the record of each later step, before the step's tokens are returned."""
         self._listeners.append(on_step)
 
     @property
@@ -255,14 +240,12 @@ class RemoteEngine:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether a plan was sent that the engine has neither adopted nor refused."""
         return bool(self._next)
 
     def resumes(self, generation: Generation) -> bool:
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
-        """Return True: the same request always gets the same tokens."""
         return True
 
     def submit(self, generation: Generation) -> None:
@@ -270,7 +253,6 @@ class RemoteEngine:
         self._front.send(Submit(generation))
 
     def cancel(self, id_: int) -> None:
-        """Remove a request. If it has already ended, do nothing."""
         self.pool.leave(id_)
         self._front.send(Cancel(id_))
 
@@ -287,11 +269,7 @@ class RemoteEngine:
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step that has ended, or None if no step has ended since the last call.
-
-        Raises:
-            XgptError: the engine has failed.
-        """
+        """Return the tokens of the next step that has ended, or None if no step has ended since the last call."""
         while (message := self._receive()) is not None:
             match message:
                 case Stepped():
@@ -334,7 +312,6 @@ class RemoteEngine:
             raise EngineLost(f"it has requests, but has completed no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
-        """Return each process's sent bytes and busy seconds since its start, or [] if there is only one process."""
         return self._uses
 
     def restart(self, plan: Plan) -> None:

@@ -19,7 +19,6 @@ class Deployment(Frozen):
     """One replica: a model divided into stages. Worker i uses the stages' device number i."""
 
     settings: WorkerSettings
-    """Settings of all workers. Each worker adds its number of K/V blocks and its device."""
     stages: tuple[Stage, ...]
     devices_per_node: PositiveInt = 1
     """Number of devices per machine, even if the stages use only some of them."""
@@ -44,11 +43,7 @@ class Deployment(Frozen):
         return sum(len(stage.devices) for stage in self.stages)
 
     def role(self, worker: int) -> Role:
-        """Return a worker's part of the model, and the workers with which it exchanges data.
-
-        Raises:
-            InputError: the model's heads cannot be divided among the stage's devices.
-        """
+        """Return a worker's part of the model, and the workers with which it exchanges data."""
         number = next(i for i, stage in enumerate(self.stages) if worker in stage.devices)
         stage = self.stages[number]
         lane = [other for other in self.stages if other.lane == stage.lane]
@@ -88,14 +83,7 @@ class Deployment(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One worker's part of the model, and the workers with which it exchanges data.
-
-    Attributes:
-        receives_from: the worker that sends it hidden states, or None in a lane's first stage.
-        last: the first worker of the lane's last stage. It sends the encoder's output to `encoder_output_to`.
-        encoder_output_to: all workers of the lane's other stages. Empty if the decoder runs in another lane.
-        reports: whether this worker reports ended steps to the engine.
-    """
+    """One worker's part of the model, and the workers with which it exchanges data."""
 
     number: int
     part: Part

@@ -25,7 +25,6 @@ from xrunner.generation import Generation, Logprobs
 logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
-"""Milliseconds after which a waiting executor checks whether a worker is lost."""
 
 
 @dataclass(slots=True)
@@ -59,10 +58,8 @@ class RemoteExecutor:
         self._first: dict[str, zmq.Socket[bytes]] = {}
         self._control_bytes = 0
         self._wakeup: Wakeup | None = None
-        """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
-        """Make the workers build their parts. Return each worker's build time in seconds."""
         self.disconnect()
         self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:
@@ -84,21 +81,13 @@ class RemoteExecutor:
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
-        """By transfer, the number of workers that have received their part of it."""
         self._after_encoder: dict[int, m.Work] = {}
-        """Second passes of steps whose first pass, through the encoder, has not ended yet."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
-        """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Ended steps that wait for an earlier one, which takes longer because its prompts first go through the
-        encoder.
-        """
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
-        """Blocks of each request on the encode lane and on the decode lane."""
         self._last: dict[int, int] = {}
-        """Each request's last generated token."""
         return seconds
 
     def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
@@ -146,7 +135,6 @@ class RemoteExecutor:
         self._workers.close()
 
     def disconnect(self) -> None:
-        """Close the connections to the workers. They keep running, and another executor can use them."""
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None

@@ -32,7 +32,6 @@ class Launcher:
         self._settings = settings
         self._output = output
         self._workers: dict[int, int] = {}
-        """Worker numbers, by process id."""
         self._epoch = 0
         self._woken, wake = os.pipe()
         for end in (self._woken, wake):
@@ -41,7 +40,6 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """`rest` is the input that was read with the settings."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
@@ -109,7 +107,6 @@ class Launcher:
 
 
 def run() -> None:
-    """Run a launcher: carry out the orders on standard input until it closes."""
     raise_file_limit()  # Ray may have started this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the launcher decides when the launcher ends
     output = os.dup(1)

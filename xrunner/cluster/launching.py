@@ -18,23 +18,15 @@ from xgpt.core.errors import MachineError
 from xgpt.core.network import interface_of
 
 ALIVE_S = 0.5
-"""Seconds between two reports of a launcher that it is running."""
 SILENCE_S, BUSY_S = 15.0, 60.0
 """Seconds without a report after which a launcher counts as hung. The second number applies if the launcher is working.
 """
 END_S = 5.0
-"""Seconds after which a launcher that does not end is killed."""
 READ_BYTES = 1 << 16
 
 
 class LauncherSettings(msgspec.Struct, frozen=True):
-    """The settings of a launcher: the first line of its input.
-
-    Attributes:
-        secret: private key that the engine's process and all workers share.
-        host: address of the interface to which the workers' sockets bind.
-        first_device: index of the replica's first device among the machine's devices.
-    """
+    """The settings of a launcher: the first line of its input."""
 
     engine: str
     secret: bytes
@@ -102,22 +94,14 @@ class MachineLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """Machines for workers. Each has the same number of workers.
-
-    Attributes:
-        free: called when the machines are no longer needed.
-    """
+    """Machines for workers."""
 
     launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
     free: Callable[[], object] = lambda: None
 
 
 class LauncherProcess:
-    """A `MachineLauncher` for this machine. The workers are children of the launcher's process.
-
-    Raises:
-        MachineError: no interface of this machine has the address `settings.host`.
-    """
+    """A `MachineLauncher` for this machine. The workers are children of the launcher's process."""
 
     sees_workers = True
 

@@ -27,7 +27,6 @@ STEPS, TRANSFERS, GROUPS = range(3)
 """The streams of a pair of workers: hidden states, transfers of K/V, and exchanges within a stage."""
 NUM_STREAMS = 3
 SLOT_BYTES = 1 << 20
-"""Bytes that a worker shares at a time. It fits in a core's cache, so that the others read it from there."""
 
 
 class Sending(Protocol):
@@ -127,8 +126,6 @@ class WorkerLink:
 
 
 class SharedMemory:
-    """SharedMemory that processes share. It can be an argument of a `multiprocessing.Process`."""
-
     def __init__(self, size: int, file: int | None = None) -> None:
         if file is None and hasattr(os, "memfd_create"):
             file = os.memfd_create("xgpt")
@@ -264,7 +261,6 @@ class Links:
         self._links[worker] = [WorkerLink(end, worker) for end in ends]
 
     def close(self) -> None:
-        """Close all streams. Nothing may be under way."""
         for link in chain.from_iterable(self._links.values()):
             link.close()
 

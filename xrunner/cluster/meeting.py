@@ -21,12 +21,10 @@ from xgpt.core.network import address_text, split_address
 from xrunner.cluster.links import NUM_STREAMS
 
 MEET_S = 300.0
-"""Seconds within which all workers must have met."""
 PROVE_S, MOST_PENDING = 5.0, 64
 AGAIN_S = 0.2
 _NONCE, _MAC = 32, 32
 _CALL = struct.Struct(">QIIB")
-"""Epoch, the caller's number, the called worker's number, and the stream."""
 
 
 @dataclass
@@ -38,11 +36,7 @@ class _Stranger:
 
 @dataclass
 class Meeting:
-    """One worker's place in the meeting.
-
-    Args:
-        host: address of the interface on which to listen.
-    """
+    """One worker's place in the meeting."""
 
     secret: bytes
     host: str
@@ -57,11 +51,7 @@ class Meeting:
         self.address = address_text(*self._listener.getsockname()[:2])
 
     def join(self, addresses: Mapping[int, str]) -> dict[int, Sequence[socket.socket]]:
-        """Connect to the workers at these addresses, and return the streams to each. The port is closed then.
-
-        Raises:
-            MachineError: a worker has not come in time.
-        """
+        """Connect to the workers at these addresses, and return the streams to each. The port is closed then."""
         until_s = time.monotonic() + MEET_S
         for worker in addresses:
             self._streams[worker] = {}

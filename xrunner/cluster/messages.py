@@ -31,8 +31,6 @@ class Deploy(_Message):
 
 
 class Prepare(_Message):
-    """Compile a grammar, and keep it until a `Forget` with the same number."""
-
     number: int
     grammar: str
 
@@ -49,16 +47,10 @@ class Beginning(_Message):
     decoded next.
     """
     moving: Sequence[int] = ()
-    """Blocks to send to, or receive from, the other lane."""
 
 
 class Work(_Message):
-    """Release and begin requests. Then execute a step (`policies.Step`).
-
-    Attributes:
-        grown: pairs of a request and a block to add to its table.
-        encoder_ran: whether the encoder's layers have already run, after a `RunEncoder`.
-    """
+    """Release and begin requests. Then execute a step (`policies.Step`)."""
 
     number: int
     release: list[int]
@@ -132,8 +124,6 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """A worker has built its part in `seconds`. With an `error`, it cannot build the part."""
-
     worker: int
     seconds: float
     error: str = ""
@@ -157,8 +147,6 @@ class WorkerAlive(_Message):
 
 
 class Done(_Message):
-    """A step has ended. `tokens` has the next token of each request in `ids`."""
-
     number: int
     ids: list[int]
     tokens: list[int]

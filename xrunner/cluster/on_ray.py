@@ -38,7 +38,6 @@ from xrunner.cluster.launching import (
 MEET_S = 600.0
 """Seconds within which Ray must find enough machines, for example after the loss of one, and Ray's head must answer."""
 LOOK_S = 120.0
-"""Seconds within which a machine must say what it has."""
 REMEDIES = {
     "Python": "use the same Python on all machines",
     "Ray": "install the same Ray on all machines",
@@ -46,7 +45,6 @@ REMEDIES = {
     "checkpoint": "copy the same checkpoint to the same path of all machines",
 }
 AGAIN_S = 1.0
-"""Seconds between two attempts to reach Ray's head, or to start a launcher."""
 _connecting = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -55,9 +53,6 @@ logger = logging.getLogger(__name__)
 def reserve(address: str, count: int, devices: int, *, gpus: bool, checkpoint: str | None = None) -> MachineGroup:
     """Reserve devices on machines of a Ray cluster. The returned group starts launchers there and later frees the
     devices.
-
-    Args:
-        address: address of the cluster. `auto` means the cluster to which this machine belongs.
 
     Raises:
         InputError: no Ray cluster is at that address.
@@ -105,11 +100,7 @@ def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
 
 
 def _compare(nodes: Sequence[Mapping[str, Any]], checkpoint: str | None) -> None:
-    """Compare what runs on nodes with what runs here, before any worker starts.
-
-    Raises:
-        MachineError: versions or the checkpoint differ. The message names the machine, both values and the remedy.
-    """
+    """Compare what runs on nodes with what runs here, before any worker starts."""
     look, here = _looking(), _looking()(checkpoint)
     calls = []
     for node in nodes:
@@ -185,7 +176,6 @@ def _leave(error: AuthenticationError) -> NoReturn:
 
 
 def host() -> str:
-    """Return the address by which other machines of the Ray cluster reach this machine."""
     return str(get_node_ip_address())
 
 
@@ -209,8 +199,6 @@ def _connect(address: str) -> None:
 
 
 class _Machine:
-    """The launcher of one machine, as a Ray actor. Ray executes its calls one after the other."""
-
     def __init__(self, settings: LauncherSettings, threads: str | None) -> None:
         # Ray sets this variable to the number of the actor's CPUs, but the launcher itself computes nothing.
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -251,7 +239,6 @@ class RayLauncher:
     def _place(self) -> None:
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
-        """Unanswered calls to the actor. Empty if the actor died before it had started."""
         try:
             self._actor = self._create()
             self._calls.append(self._actor.exited.remote())

@@ -31,7 +31,6 @@ from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 
 ALIVE_S = 0.5
-"""Seconds between two reports of a worker that it is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +135,7 @@ class ControlPlane(threading.Thread):
 
 
 class Compiling(threading.Thread):
-    """A thread that compiles grammars while steps are executed, and keeps them until `Forget`.
-
-    Args:
-        prepare: compiles a grammar. It stays compiled as long as the result is referenced.
-    """
+    """A thread that compiles grammars while steps are executed, and keeps them until `Forget`."""
 
     def __init__(self, settings: ProcessSettings, prepare: Callable[[str], object]) -> None:
         super().__init__(name="grammars", daemon=True)
@@ -194,7 +189,6 @@ class Executing:
         self._mover: Mover | None = None
         self._cargo: Cargo | None = None
         self._num_transfers = 0
-        """Number of transfers of this deployment whose requests the worker has adopted."""
 
     def run(self) -> None:
         while True:

@@ -21,13 +21,9 @@ from xgpt.core.errors import MachineError
 from xgpt.core.network import address_text
 
 CONTROL_BYTES = 1 << 20
-"""Largest message that the engine's process accepts on its control socket, in bytes."""
 DATA_BYTES = 256 << 20
-"""Largest message, in bytes, that carries a step's requests or its results (tokens and log probabilities)."""
 HANDSHAKE_S = 10
-"""Seconds within which a peer must prove that it has the key."""
 WAKEUP_BYTES = 4096
-"""Largest number of wake-ups that `clear` reads at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +56,6 @@ class Sockets:
 
         If `host` is loopback, it is a Unix socket. On other interfaces, it has any free port.
 
-        Args:
-            max_bytes: size of the largest message that a peer may send.
-
         Raises:
             MachineError: this machine does not have the interface, or no port is free.
         """
@@ -94,7 +87,6 @@ class Sockets:
         return opened
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all sockets. Messages not sent within `linger_ms` are dropped."""
         self._context.destroy(linger=linger_ms)
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:

@@ -19,9 +19,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.sockets import Secret, Sockets
 
 WAIT_S = 300.0
-"""Seconds to wait for a key if torch sets no timeout."""
 ANSWER_S = 30.0
-"""Seconds within which a call that does not wait for keys must be answered."""
 
 
 @dataclass
@@ -123,11 +121,7 @@ class EngineStore(dist.Store):
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> list[bytes | None]:
-        """Send a call to the engine's process. Return the values in its answer.
-
-        Raises:
-            MachineError: no answer came within `timeout_s`.
-        """
+        """Send a call to the engine's process. Return the values in its answer."""
         mine, (*_, engine, epoch) = self._of_thread, self._where
         if not hasattr(mine, "socket"):
             mine.socket, mine.number = self._sockets.connect(zmq.DEALER, engine), 0

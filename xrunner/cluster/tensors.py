@@ -57,8 +57,6 @@ class RawGroup(Protocol):
 
 
 class Fabric(Protocol):
-    """What carries hidden states between workers: `links.Links`, or NCCL."""
-
     def send(self, tensor: Tensor, worker: int) -> Sending:
         """Send a contiguous tensor without waiting. It must not change until the sending has ended."""
 

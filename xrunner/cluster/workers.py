@@ -32,7 +32,6 @@ START_S = 120.0
 count.
 """
 LOAD_S = 3600.0
-"""Seconds within which all workers must have built their parts."""
 RESTARTS = 3
 PERIOD_S = 60.0
 """Seconds. After more than `RESTARTS` restarts within this time, the server ends."""
@@ -40,8 +39,6 @@ POLL_MS = 50
 
 
 class DeploymentRefused(XgptError):
-    """A worker cannot build its part. The message and the exit code are those of the worker's error."""
-
     def __init__(self, loaded: m.Loaded) -> None:
         super().__init__(f"worker {loaded.worker}: {loaded.error}")
         self.exit_code = loaded.exit_code
@@ -62,8 +59,6 @@ class _Shared:
     """State that the watching thread and the engine's thread share. Hold `changed` to access the other fields.
 
     Attributes:
-        epoch: number of the current epoch. All workers of an epoch are started together.
-        prepared: for each number of a `Prepare`, the errors in the answers ("" for none), by worker.
         unstarted: index of the machine, if its launcher was lost before any of its workers had started. None for other
             losses.
     """
@@ -85,7 +80,6 @@ class RestartBudget:
     def __init__(self) -> None:
         self._restarts: list[float] = []
         self._noticed: set[int] = set()
-        """Machines whose launchers were lost during the last restart, before their workers had started."""
 
     def spend(self, lost: str | None, unstarted: int | None) -> None:
         """Count a restart after a loss.
@@ -106,15 +100,7 @@ class _PreparedGrammar:
 
 
 class Workers:
-    """Starts workers, deploys a plan's parts to them, and detects when a worker is lost.
-
-    Args:
-        host: address of the interface to which this machine's sockets bind.
-        machines: the machines on which the workers run. `close` frees them.
-
-    Raises:
-        MachineError: no interface has the address `host`.
-    """
+    """Starts workers, deploys a plan's parts to them, and detects when a worker is lost."""
 
     def __init__(
         self,
@@ -141,7 +127,6 @@ class Workers:
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines.launches]
         self._started_epoch = 0
-        """The epoch whose workers the launchers have been ordered to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._watching.start()
 
@@ -239,16 +224,11 @@ class Workers:
         self._wakeup.wake()
 
     def restart(self) -> None:
-        """Restart all workers, including those that still run.
-
-        Raises:
-            MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds.
-        """
+        """Restart all workers, including those that still run."""
         self._budget.spend(self._shared.lost, self._shared.unstarted)
         self.renew()
 
     def renew(self) -> None:
-        """Replace all workers. This does not count as a restart."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()

@@ -22,13 +22,11 @@ from numba.core import cgutils
 from xrunner.cpu.simd import Emit, inlined, int64, pointers
 
 DEPTH = 32
-"""Number of products that one instruction sums."""
 SQUARE = 16
 
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 SHAPES = np.zeros(64, dtype=np.uint8)
-"""The shapes of the eight registers: 16 rows of 64 bytes each."""
 SHAPES[0] = 1
 SHAPES[16:32:2] = 64
 SHAPES[48:56] = 16
@@ -39,11 +37,7 @@ SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 @cache
 def is_available(numbers: str = "bf16") -> bool:
-    """Return whether the processor has matrix registers and the operating system lets this process use them.
-
-    Args:
-        numbers: type of the numbers to multiply, "bf16" or "int8".
-    """
+    """Return whether the processor has matrix registers and the operating system lets this process use them."""
     features = llvmlite.binding.get_host_cpu_features()
     if platform.system() != "Linux" or platform.machine() not in {"x86_64", "AMD64"}:
         return False
@@ -63,7 +57,6 @@ class Registers:
         self.builder.call(function, arguments)
 
     def load(self, register: int, array: ir.Value, stride: ir.Value) -> None:
-        """Load 16 rows, each `stride` bytes after the previous one."""
         self.call("tileloadd64", _byte(register), self._bytes(array), stride)
 
     def store(self, register: int, array: ir.Value, stride: ir.Value) -> None:
@@ -300,14 +293,10 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return a shuffle mask that chooses elements within each quarter. In `ends`, 0 to 3 are the elements of the first
-    register's quarter, and 4 to 7 those of the second register's.
-    """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 
 
 def _runs(*quarters: int) -> list[int]:
-    """Return a shuffle mask that chooses whole quarters: 0 to 3 are the first register's, 4 to 7 the second's."""
     return [4 * quarter + i for quarter in quarters for i in range(4)]
 
 
@@ -315,8 +304,6 @@ _EVEN, _ODD = _runs(0, 2, 4, 6), _runs(1, 3, 5, 7)
 
 
 def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Transpose a 16 x 16 matrix of 32-bit elements, given as its rows."""
-
     def exchange(a: ir.Value, b: ir.Value, mask: list[int]) -> ir.Value:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), SQUARE), mask))
 
@@ -338,7 +325,6 @@ def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def _halves(builder: ir.IRBuilder, array: ir.Value) -> ir.Value:
-    """Return a pointer to the same memory as 16-bit numbers."""
     return builder.bitcast(array, ir.IntType(16).as_pointer())
 
 

@@ -43,13 +43,10 @@ from xrunner.cpu.threads import num_threads
 LEAST_GROUP = 4
 """Smallest number of heads per K/V head at which a decode's queries form a tile. Fewer are faster one by one."""
 TASKS_A_THREAD = 8
-"""Number of tasks per thread, large enough that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16
-"""Largest size of a span's tiles, in float32 numbers, so that they fit in the second-level cache."""
 
 
 PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
-"""Number of keys in a piece, for prompts and for decodes."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
@@ -58,8 +55,6 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
-    """`first_key` is empty if the batch has none."""
-
     query_start: np.ndarray
     context_len: np.ndarray
     first_key: np.ndarray
@@ -353,7 +348,6 @@ def _spans(query_start, group, room):
 
 @njit(nogil=True, **INNER)
 def _aligned(size):
-    """Allocate an array that begins at a cache line. # float32 [size]"""
     memory = np.empty(size + 16, dtype=np.float32)
     first = -address(memory) % 64 // 4
     return memory[first : first + size]

@@ -20,7 +20,6 @@ NEVER = np.float32(-1e30)
 LOG2_E = np.float32(1.4426950408889634)
 
 LINE = 16
-"""Number of float32 numbers in a cache line."""
 LINE_BYTES = 64
 
 
@@ -41,8 +40,6 @@ class Keys(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A `Scoring` as kernels take it. None becomes an empty array, or 0 for the cap and the window."""
-
     scale: np.float32
     softcap: np.float32
     bias: np.ndarray
@@ -53,7 +50,6 @@ class Scored(NamedTuple):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def limit(scores, count, cap):
-    """Apply the soft cap to the first `count` scores: cap tanh(score / cap)."""
     for i in range(count):
         small = exp(np.float32(-2.0) * abs(scores[i]) / cap)
         limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
@@ -179,7 +175,6 @@ def _adjust(scores, scored, head, distance):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
-    """Set sums = shrink * sums + the weighted sum of the values of keys [begin, end)."""
     d = 0
     while d + 4 * LINE <= head_dim:
         add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 4, LINE)

@@ -32,7 +32,6 @@ MOST_REST = 63
 _AT_ONCE = 4096
 """Number of outputs whose errors are computed at a time, to save memory."""
 _BLOCK = 256
-"""Number of outputs that are skipped together if none is a candidate."""
 _ROUNDING = 2.0**-20
 """Bound on the error of float32 sums of thousands of products, relative to the product of the two vectors' norms."""
 
@@ -43,7 +42,6 @@ class Screen:
     The weight is not copied. Only `rounded` takes additional memory.
 
     Args:
-        weight: the weight. # float32 [out, in]
         rounded: multiplies by the weight as rounded by `quantise`.
         whole: multiplies by the weight in float32. Used for rows in which too many outputs can be the highest.
     """
@@ -105,7 +103,6 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """Return an upper bound on a row's highest exact sum. With negative `norm` and `lost`, return a lower bound."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))

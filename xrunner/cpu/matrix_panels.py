@@ -33,20 +33,14 @@ from xrunner.cpu.threads import compiled, num_threads, run
 from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
-"""Number of outputs in a panel. They fill two registers."""
 HEIGHT = 16
-"""Number of rows in a register."""
 GROUP = 32
 """Number of rows whose sums stay in registers. Sums take four of the eight registers, weights and inputs two each."""
 STEP = 64
-"""Number of bytes of a row in one multiplication."""
 SUMS_BYTES = 4 * GROUP * WIDTH
 SCRATCH = SUMS_BYTES + 64
-"""Scratch memory per thread, in bytes: sums that leave the registers, then the registers' configuration."""
 LINE = 4 * WIDTH
-"""Bytes of a panel's line."""
 STEP_LINES = HEIGHT * LINE // 64
-"""Cache lines of weights that one iteration of the inner loop reads."""
 CHUNK = 8
 """Largest number of groups that are multiplied each time a weight is read. Their inputs must fit in CHUNK_BYTES of the
 second-level cache.
@@ -120,7 +114,6 @@ _ROUND = compiled(_round, fastmath={"contract"})
 
 
 def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray) -> None:
-    """Compute all outputs, panels divided among threads. # packed: scales of rows and of outputs, bias"""
     count = num_threads()
     # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
@@ -146,11 +139,7 @@ def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, scratch: Any) 
 
 @njit(**OPTIONS, **INNER)
 def _multiply(arrays: Any, packed: Any, scratch: Any, first: Any, last: Any) -> None:
-    """Compute the outputs of panels [first, last).
-
-    Args:
-        packed: scales of rows and of outputs, bias.
-    """
+    """Compute the outputs of panels [first, last)."""
     rows, panels, y = arrays
     of_rows, of_outputs, bias = packed
     num_rows, stride = rows.shape
@@ -276,7 +265,6 @@ def _begin(typing_context: Any, arguments: Any) -> Any:
 
 @inlined
 def _end(typing_context: Any, arguments: Any) -> Any:
-    """Release this thread's matrix registers, so that the system has less state to save."""
     return types.void(arguments), _single(["tilerelease"])
 
 

@@ -37,7 +37,6 @@ from xrunner.cpu.threads import num_threads
 from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
-"""Number of outputs in a panel. They fill two registers."""
 GROUP = 12
 """Number of rows whose sums stay in registers. Sums take 24 of the 32 registers, weights two, and inputs the others."""
 SLICE = 128
@@ -50,21 +49,17 @@ DEEPEST = 1024
 CHUNK = 132
 """Number of rows that are multiplied each time the weight is read. Their inputs in a block take half a MiB."""
 STEPS = 4
-"""Number of inputs in one iteration of the inner loop."""
 FEW = 6
 """Largest number of rows that form one group, without prefetching. For one group, the processor's own prefetching is
 faster, at 26 GB/s instead of 20. More rows form two groups. The second group finds the slice in the first-level cache,
 and multiplies while memory delivers the prefetched lines.
 """
 SPREAD = (8, 4, 2)
-"""The possible numbers of cache lines that an iteration prefetches."""
 LINES = STEPS * WIDTH // 16
-"""Number of cache lines of weights that an iteration reads. It prefetches at most as many."""
 
 INSTRUCTIONS = ("vfmadd231ps", "vdpbf16ps", "vpdpbusd")
 """The instruction that multiplies inputs by weights and adds the products to the sums, by kind of number."""
 FLOAT32, BFLOAT16, INT8 = range(3)
-"""Kinds of numbers."""
 FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"}
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES = range(11)
@@ -73,11 +68,7 @@ values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
-    """Return whether this processor has the instructions for products in `dtype`.
-
-    Args:
-        dtype: "float32", "bfloat16" or "int8".
-    """
+    """Return whether this processor has the instructions for products in `dtype`."""
     features = llvmlite.binding.get_host_cpu_features()
     wanted = ("avx512f", FEATURES[dtype])
     return platform.machine() in {"x86_64", "AMD64"} and all(features.get(name) for name in wanted)
@@ -112,12 +103,7 @@ def pack_int8(weight: Tensor, scales: Tensor, *, gated: bool = False) -> PackedL
 
 
 class PanelOutputs:
-    """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs.
-
-    Attributes:
-        number: number of outputs after gating.
-        width: the same, rounded up to whole panels.
-    """
+    """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs."""
 
     def __init__(self, number: int, *, gated: bool) -> None:
         self._parts = 1 + gated
@@ -181,13 +167,11 @@ def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _block_depth(depth: int) -> int:
-    """Return the number of inputs in a block: the same for all blocks, and a multiple of STEPS."""
     count = -(-depth // DEEPEST)
     return -(-depth // (count * STEPS)) * STEPS
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
-    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: gated, kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)
@@ -208,7 +192,6 @@ def _run_rounded(x: Tensor, packed: Any, y: np.ndarray, block: int, how: tuple[b
 
 
 _NO_SCALES = np.zeros(0, dtype=np.float32)
-"""Scales of rows that are not rounded."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -250,7 +233,6 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Round rows [first, last). Eight-bit results become unsigned, as the instruction requires."""
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2
@@ -264,11 +246,7 @@ def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
-    """Compute the outputs of panels [first, last).
-
-    Args:
-        inputs: rows, and their scales.
-    """
+    """Compute the outputs of panels [first, last)."""
     x, scale = inputs
     panels, begin, of_outputs, bias = packed
     is_gated, kind = how
@@ -303,7 +281,6 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
 
 @njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
-    """Convert a panel's int32 sums to float32 in place, scale them and add the bias."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]

@@ -27,10 +27,8 @@ from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
-"""Number of lanes of a tile. In a wide tile, a loaded key is used for two registers."""
 
 KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
-"""Number of keys that are scored together, so few that their sums fit into registers."""
 
 
 class Vectors(NamedTuple):
@@ -171,7 +169,6 @@ def _(way: Any) -> Any:
 
 @register_jitable
 def tile_floats(head_dim):
-    """Return the size of a tile in float32 numbers: queries, sums, highest scores, sums of weights."""
     return (2 * head_dim + 2) * WIDE
 
 
@@ -466,10 +463,8 @@ def _score(
     bounds: tuple[int, int],
     lanes: int,
 ) -> None:
-    """Compute the scores of a tile's queries and keys [begin, end) of a piece. Keys next to these may be scored, too.
-
-    Args:
-        bounds: number of keys in the piece, and number of the next piece's keys to prefetch.
+    """Compute the scores of a tile's queries and keys [begin, end) of a piece. Keys next to these may be scored,
+    too.
     """
 
 
@@ -530,11 +525,7 @@ def _(context: Any, space: Any) -> Any:
 def _add(
     way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, asks_for: int, lanes: int
 ) -> None:
-    """Add values [begin, end) of a piece to a tile's sums, weighted by the softmax of the scores.
-
-    Args:
-        asks_for: number of the next piece's values to prefetch.
-    """
+    """Add values [begin, end) of a piece to a tile's sums, weighted by the softmax of the scores."""
 
 
 @overload(_add, strict=False, prefer_literal=True)
@@ -583,6 +574,5 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Prefetch a part of the next piece's values: from fraction first / head_dim to fraction last / head_dim."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

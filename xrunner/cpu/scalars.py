@@ -12,7 +12,6 @@ TINIEST = np.float32(np.finfo(np.float32).tiny)
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """Mask of a float32's bits without the sign. As integers, these bits are ordered by magnitude, with NaN above all."""
 INFINITE = np.int32(0x7F800000)
-"""The bits of infinity."""
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
@@ -47,7 +46,6 @@ def gated(a: Any, b: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def largest_bits(bits: Any) -> Any:
-    """Return the bits of the largest magnitude among float32 numbers given as bits. # int32 [n]"""
     highest = np.int32(0)
     for d in range(len(bits)):
         highest = max(highest, np.int32(bits[d] & MAGNITUDE))
@@ -61,7 +59,6 @@ def number(bits: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
-    """Round a row to int8. Return its scale."""
     highest = largest_bits(bits)
     if highest >= INFINITE:
         rounded[:] = 0

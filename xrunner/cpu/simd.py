@@ -25,7 +25,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 UNROLL = 4
-"""Number of dimensions in one iteration of a dot product, large enough that address computations take little time."""
 
 # 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
 _EXP2 = (
@@ -41,7 +40,6 @@ _ROUGH_EXP2 = (5.5171606487e-02, 2.4261111739e-01, 6.9326099701e-01, 9.999280741
 """Coefficients of a polynomial for 2^x with an error of 7e-05, for results that are rounded to bfloat16."""
 
 HIDDEN = -1e30
-"""A number below any score."""
 
 
 def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
@@ -233,8 +231,6 @@ def take_next(typing_context: Any, counter: Any) -> Any:
 
 @inlined
 def address(typing_context: Any, array: Any) -> Any:
-    """Return the address of the array's first element. # int64"""
-
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
         return builder.ptrtoint(place, ir.IntType(64))
@@ -290,7 +286,6 @@ class Emit:
         return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
-        """Return a whole vector of an array, converted to float32 from bfloat16 or eight bits if needed."""
         kept = array.type.pointee
         if not isinstance(kept, ir.IntType):
             return self.builder.load(self._place(array, index), align=4)
@@ -341,7 +336,6 @@ class Emit:
         return vectors[0]
 
     def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
-        """Return whether each lane's index is in [begin, end)."""
         numbers = ir.Constant(self.integers, list(range(self.lanes)))
         bounds = [self.spread_integer(bound) for bound in (begin, end)]
         not_before = self.builder.icmp_signed(">=", numbers, bounds[0])

@@ -14,10 +14,8 @@ from numba import njit
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 LEAST_SHARED = 2**15
-"""Smallest number of elements at which several threads are faster than one."""
 
 Kernel = tuple[Callable[..., None], Callable[..., None]]
-"""A kernel compiled for one thread and for several."""
 
 
 def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:

@@ -29,12 +29,9 @@ CAPTURED_SPLITS = 8
 decodes. With many decodes, most of the launched splits are unused.
 """
 LEAST_DOT = 16
-"""Smallest number of rows and of columns in a product of tensor cores."""
 
 
 class Tile(NamedTuple):
-    """The numbers of query rows and of keys that a program processes at a time, and Triton's launch options."""
-
     rows: int
     keys: int
     num_warps: int
@@ -210,8 +207,6 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
     Args:
         num_tiles: number of decodes times K/V heads.
-        most_keys: number of keys that fit in a row of the block tables. Actual contexts are not read from the device.
-        keys: number of keys in a tile. A split has at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
     return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)
@@ -227,7 +222,6 @@ def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Return the number of decodes, or an upper bound in captured steps with prompts: the number of sequences."""
     return batch.num_decodes if batch.counts is None else len(batch.context_len)
 
 

@@ -44,7 +44,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """Return silu of the first half of the columns times the second half. # [tokens, 2 width] -> [tokens, width]"""
     from xrunner.gpu import kernels
 
     num_tokens, width = x.shape[0], x.shape[1] // 2

@@ -46,8 +46,6 @@ class GraphedModel:
 
     Args:
         cache: the K/V cache. Its last block is not in the pool: padding tokens use it.
-        sizes: sizes of decode batches to capture, ascending.
-        mixed_sizes: numbers of tokens of steps with prompts to capture, ascending.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class GraphedModel:
         self._logits = torch.empty(
             max(most, most_mixed), model.spec.vocab_size, dtype=weight.dtype, device=weight.device
         )
-        """Logits of the last replay. All sizes share them."""
         width = -(-most_tokens // cache.block_size)
         self._decodes = _Captured(cache, sizes, most, width, is_mixed=False)
         self._mixed = _Captured(cache, mixed_sizes, most_mixed, width, is_mixed=True)
@@ -91,7 +88,6 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest of `sizes` that is at least `count`. There must be one."""
     return sizes[bisect_left(sizes, count)]
 
 
@@ -100,9 +96,6 @@ class _Captured:
     at the same addresses.
 
     K/V of padding tokens are written to the first slot of the last block.
-
-    Args:
-        sizes: numbers of tokens, ascending.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class _Captured:
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:
-        """Run the captured step for this batch. `has_room` must be true."""
         size = size_of(len(batch.token_ids), self._sizes)
         self._fill(batch, size)
         self._replays[size]()

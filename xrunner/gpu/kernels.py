@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""Triton's type for each torch dtype."""
 
 
 @triton.jit

@@ -94,9 +94,6 @@ class Model(nn.Module):
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self._rotaries: dict[bool, Rotary] = {}
-        """Rotary embeddings: under True that of the model's spec, under False that of layers with a window and another
-        base.
-        """
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)
@@ -117,7 +114,6 @@ class Model(nn.Module):
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
-        """Return the rotary embedding of a layer's queries and keys. Layers that rotate equally share one object."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
             spec = spec.but(rope_theta=spec.sliding_rope_theta, rope_scaling=None)
@@ -154,7 +150,6 @@ class Model(nn.Module):
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names in checkpoints of the parameter `name`. A fused parameter has several."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
             name = "token_embedding.weight"  # the last stage may have no layers, only the head
         module, _, leaf = name.rpartition(".")
@@ -191,7 +186,6 @@ class DecoderModel(Model):
         self.final_norm = self._norm(empty)
 
     def embed(self, batch: Batch) -> Tensor:
-        """Return the tokens' embeddings. # [tokens, hidden]"""
         return self.token_embedding(batch.token_ids)
 
     def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:

@@ -23,12 +23,9 @@ from xrunner.models.base import Model
 from xrunner.models.layers import Attend, CrossAttention, Empty, RelativeBias
 
 READING_BLOCK = 16
-"""Number of tokens in a block of the encoder's temporary cache."""
 
 
 class CrossLayer(nn.Module):
-    """A decoder layer: self-attention, cross-attention to the encoder's output, and the feed-forward block."""
-
     def __init__(
         self,
         attention_norm: nn.Module,
@@ -225,21 +222,16 @@ def _one_each(batch: Batch, written: Tensor) -> Batch:
 
 
 def _last(batch: Batch) -> Tensor:
-    """Return the index of each sequence's decoder token. # int64 [sequences]"""
     return batch.query_start[1:].long() - 1
 
 
 def _is_prompt(batch: Batch) -> Tensor:
-    """Return whether each token belongs to a prompt. # bool [tokens]"""
     is_prompt = torch.ones_like(batch.token_ids, dtype=torch.bool)
     is_prompt[_last(batch)] = False
     return is_prompt
 
 
 def _tokens(batch: Batch, chosen: Tensor) -> Batch:
-    """Return the batch with only these tokens. The fields about sequences do not change.
-    # bool [tokens] or int64 [chosen]
-    """
     return replace(
         batch,
         token_ids=batch.token_ids[chosen],

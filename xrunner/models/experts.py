@@ -83,7 +83,6 @@ class MixtureOfExperts(nn.Module):
         self._first, self._last = first, last
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run each chosen expert once, over all tokens that chose it. # [tokens, hidden] -> same"""
         chosen, weights = self.router(hidden)
         of_expert, order = chosen.flatten().sort(stable=True)
         begin, *ends = torch.searchsorted(

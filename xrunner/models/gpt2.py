@@ -30,7 +30,6 @@ class Gpt2Model(DecoderModel):
 
     first_modules = ("token_embedding", "position_embedding")
     first_position: ClassVar[int] = 0
-    """Row of the position table for a sequence's first token."""
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)

@@ -15,7 +15,6 @@ from xrunner.models.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 
 GAIN, LIMIT = 1.702, 7.0
-"""Factor in the sigmoid of an expert's gate, and the value at which gate and up are clamped."""
 
 
 class LimitedMlp(GatedMlp):

@@ -23,12 +23,9 @@ from xrunner.packing.base import HighestLinear, PackedLinear
 from xrunner.packing.choice import pack, pack_highest
 
 Empty = Callable[..., Tensor]
-"""Allocates a parameter of the given shape."""
 
 
 class Attend(Protocol):
-    """Computes the attention of one layer in one step."""
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """Return the attention of each query. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens,
         heads * dim]
@@ -43,8 +40,6 @@ class Linear(nn.Module):
     """Computes activation(x W^T + b). Several projections of the same input may be fused into one.
 
     Args:
-        out_features: output size of each fused part. A checkpoint stores the parts separately.
-        activation: one of `ACTIVATIONS`. A gate halves the number of outputs.
         weight: an existing weight to use (a tied head). None means that the block allocates one.
     """
 
@@ -172,11 +167,8 @@ class Rotary(nn.Module):
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        """Positions of the last step, and the cosines and sines of their angles."""
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
-        """Rotate queries and keys to their positions, in float32.
-        # int64 [tokens], each [tokens, heads, dim] -> same"""
         dim = 2 * len(self.frequencies)
         turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
         if turns_whole and fused.runs_on(positions.device.type):
@@ -258,7 +250,6 @@ class RelativeBias(nn.Module):
         self.max_distance = spec.relative_max_distance
         self.bidirectional = bidirectional
         self._buckets: dict[int, Tensor] = {}
-        """Buckets of all distances, by the largest number of tokens in a sequence (a power of two)."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return the bias of each distance (key position minus query position). # int64 [...] -> [..., heads]"""
@@ -333,7 +324,6 @@ class SelfAttention(nn.Module):
 
 
 UNSCALED = Scoring(scale=1.0)
-"""The scoring of T5, whose queries are already scaled."""
 
 
 class CrossAttention(nn.Module):

@@ -14,7 +14,6 @@ from xrunner.models.layers import UNSCALED, Empty, GatedMlp, Mlp, RmsNorm, SelfA
 
 
 def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:
-    """`mlp` is the index of the feed-forward block within a layer."""
     place, dense = f"{stack}.layers.*", f"layer.{mlp}.DenseReluDense"
     return {
         f"{stack}.position_bias": (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",),

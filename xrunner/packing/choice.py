@@ -150,11 +150,8 @@ def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str]
 
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared."""
 MOST_PRODUCT = 2**33
-"""Largest product that is timed, as a number of multiplications. A larger product, such as the head of a large
-vocabulary, has few rows in a step anyway.
-"""
+"""Largest product that is timed, as a number of multiplications."""
 REPEATS = 5
 TIE = 1.05
 """Layouts whose mean time is within this factor of the least mean time count as equal, since two measurements of one
@@ -172,9 +169,6 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
     A weight is stored once, so one layout serves all numbers of rows. For each number in ROWS, a layout's time is
     divided by the fastest layout's time, and the layout with the lowest mean ratio is chosen. Of several within `TIE`,
     it is the first of LAYOUTS, so that repeated measurements agree.
-
-    Args:
-        is_brief: whether to measure fewer numbers of rows, and each fewer times, because the machine is busy.
     """
     names = layouts_of(dtype)
     if len(names) < 2:

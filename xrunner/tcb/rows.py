@@ -26,15 +26,10 @@ from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 
 MASK_BYTES = 64 * 2**20
-"""Largest size, in bytes, of the masks (including a bias for each head) of the slots that are computed together."""
 
 WIDENED_BYTES = 4 * 2**20
-"""Largest size, in bytes, of the keys and values that are converted together, so that they fit in a processor's
-cache.
-"""
 
 PADDING = -1
-"""The owner of padding tokens."""
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -130,13 +125,11 @@ class Rows(ABC):
         self._most = layout.most
         self._device = next(model.parameters()).device
         self._num_steps = 0
-        """Number of output tokens of each request that are stored (as keys and values) after the prompts."""
         self._owner = self._tensor(layout.owner)
         self._slot, self._number = self._tensor(layout.slot), self._tensor(layout.number)
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
-        """Whether each request's generated tokens attend to each prompt token of the slot."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
         """Whether each request's generated tokens attend to each generated token of the slot. A step's tokens are
         adjacent, one per request, so a request attends to every `most`-th token. # bool [1, most, steps * most]
@@ -208,8 +201,6 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, by slot, with memory for `most` tokens per slot."""
-
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
         self._most = most
         self._dtype = dtype
@@ -306,7 +297,6 @@ class _CausalRows(Rows):
         super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
-        """Run all layers. Return the hidden states of the tokens in `rows`, or of all. # [tokens, hidden]"""
         attends = [partial(attend, cache=cache) for cache in self._kept]
         return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
@@ -331,7 +321,6 @@ class _EncoderDecoderRows(Rows):
         return self._decode(tokens, None)
 
     def _encode(self) -> Tensor:
-        """Run all slots through the encoder. # [slots * tokens, hidden]"""
         place = torch.arange(self._owner.shape[1], device=self._device)
         # A request's tokens are adjacent, so their distance in the slot is the same as in the request.
         bias = self._model.encoder.position_bias(place - place[:, None]).permute(2, 0, 1)
@@ -376,7 +365,6 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
-    """Return the kind of `Rows` that this model needs, with memory for `most_steps` steps."""
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps, dtype)
     assert isinstance(model, EncoderDecoderModel)

@@ -48,12 +48,6 @@ class RowWorker(OneAtATime):
 
     A request that has ended is computed until its whole batch or, with slots, its whole slot has ended. Keys and values
     are in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
-
-    Args:
-        kept: dtype of stored keys and values.
-
-    Attributes:
-        inside: the running batch of each micro-batch, by number.
     """
 
     def __init__(
@@ -73,7 +67,6 @@ class RowWorker(OneAtATime):
         self._generations: dict[int, Generation] = {}
         self.inside: dict[int, _RunningBatch] = {}
         self._samplers: dict[int, Sampler] = {}
-        """Sampler of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         self._generations[generation.id] = generation
@@ -122,7 +115,6 @@ class RowWorker(OneAtATime):
         return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
     def _begin(self, step: Step) -> _RunningBatch:
-        """Lay out an encode step's requests in rows, exactly as the pool does."""
         assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
         layout = lay_out(

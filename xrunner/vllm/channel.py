@@ -23,13 +23,11 @@ from xrunner.channel.ends import EngineEnd, FrontEnd
 from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Rested, Room, Stepped
 
 WARM_UP = -1
-"""Id of a host's own warm-up request."""
 _NONE_NOW = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Errors of `accept` after which to try again later. If no file descriptor is free, `accept` fails even if no process
 is connecting.
 """
 _FRONT = "front"
-"""Name of the front's socket in a run's directory."""
 
 
 class VllmHello(msgspec.Struct, tag="hello", array_like=True):
@@ -48,8 +46,6 @@ _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 class VllmEnd(EngineEnd[Down]):
-    """The end of the channel in vLLM, either in a lane's host or in an engine core's scheduler."""
-
     def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
         connected = socket.socket(socket.AF_UNIX)
         connected.connect(f"{directory}/{_FRONT}")
@@ -68,10 +64,8 @@ class VllmEnd(EngineEnd[Down]):
 
 
 class Lanes:
-    """The front's end of all lanes' connections. It presents hosts and engine cores as one engine (`FrontConnection`).
-
-    Args:
-        has_ended: returns whether one of the vLLM processes has ended.
+    """The front's end of all lanes' connections. It presents hosts and engine cores as one engine
+    (`FrontConnection`).
     """
 
     def __init__(
@@ -85,20 +79,14 @@ class Lanes:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._hello: dict[FrontEnd[Up], VllmHello | None] = {}
-        """The first message of each connection, or None until it has come."""
         self._received: deque[tuple[FrontEnd[Up], messages.Up]] = deque()
         self._is_ready = False
         self._ready = Ready(takes_seeds=False, scores_prompts=False, resumes=True)
-        """The last host's `Ready`."""
         self._taking: set[LaneName] = set()
-        """Lanes whose host accepts requests."""
         self._alive: set[FrontEnd[Up]] = set()
-        """Hosts and engine cores that have reported since all of them had last reported."""
         self._following: set[FrontEnd[Up]] = set()
-        """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}
         self._skipped: Counter[FrontEnd[Up]] = Counter()
-        """Number of warm-up steps, by engine core."""
 
     @property
     def has_gone(self) -> bool:
@@ -119,7 +107,6 @@ class Lanes:
                 end.send(message)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has a message or a connection to process."""
         descriptor: int = self._selector.fileno()
         return descriptor
 
@@ -210,5 +197,4 @@ class Lanes:
 
 
 def _is_warm_up(record: StepRecord) -> bool:
-    """Return whether a step belongs to a host's warm-up. The warm-up runs before the host accepts requests."""
     return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)

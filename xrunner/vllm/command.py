@@ -35,11 +35,7 @@ ANOTHER_LOOP = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The model, arguments and environment variables with which one lane's vLLM is started.
-
-    Attributes:
-        sizes: `arguments` without those that only `xrunner.vllm.host` needs.
-    """
+    """The model, arguments and environment variables with which one lane's vLLM is started."""
 
     lane: LaneName
     model: str
@@ -87,7 +83,6 @@ def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
-    """Return the bytes of K/V memory for `tokens` tokens, on the device of these stages that needs the most."""
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
     share = layers / plan.model.num_layers * (heads / plan.model.num_kv_heads if plan.model.latent is None else 1)
@@ -101,11 +96,7 @@ def launch(
     config: dict[str, Any] | None = None,
     reuse: bool = True,
 ) -> Launch:
-    """Return how to start vLLM for a plan whose policy has one lane.
-
-    Raises:
-        InputError: vLLM cannot run such a plan.
-    """
+    """Return how to start vLLM for a plan whose policy has one lane."""
     settings_of(plan)  # raises InputError if vLLM cannot run the plan
     if runs_by_itself(plan):
         raise InputError("plan.engine", plan.engine and plan.engine.name, ANOTHER_LOOP)
@@ -140,11 +131,7 @@ def launch_lane(
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return how to start vLLM for one lane of a WAA plan, with vLLM's own scheduler.
-
-    Raises:
-        InputError: the plan is not WAA's, or vLLM cannot run it.
-    """
+    """Return how to start vLLM for one lane of a WAA plan, with vLLM's own scheduler."""
     if not isinstance(plan.policy, WaaSettings):
         raise InputError(
             "plan.policy",
@@ -235,7 +222,6 @@ def options(plan: Plan, stages: Sequence[Stage], replicas: int, tokens: int, mos
 
 
 def quantizes(plan: Plan) -> bool:
-    """Return whether the engine turns the checkpoint's weights into float8 at start."""
     return plan.dtype == "float8" and plan.model.quantization is None
 
 
@@ -256,7 +242,6 @@ def _num_blocks(plan: Plan, stages: Sequence[Stage]) -> int:
 
 
 def step_tokens(plan: Plan) -> int:
-    """Return the largest number of tokens that vLLM may execute in one step: enough for the plan's usual steps."""
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
         return policy.token_budget if policy.slack is None else policy.max_batch + policy.slack.most_tokens

@@ -32,12 +32,10 @@ MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
 socket's path is limited."""
 PREFIX, LOCK = "xgpt-run-", "in-use"
-"""Prefix of the name of a run's directory, and name of the file that the run locks in this directory."""
 
 
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """Lock a run's directory until this process ends for any reason."""
     with (directory / LOCK).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -186,14 +184,7 @@ def limits_of(plan: Plan) -> KvLimits:
 def start_vllm(
     plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Instances:
-    """Start the processes that run a plan. They accept requests after they have sent `Ready`.
-
-    Args:
-        is_over: returns whether to stop waiting for other machines.
-
-    Raises:
-        MachineError: vLLM is not installed, or a machine does not join.
-    """
+    """Start the processes that run a plan. They accept requests after they have sent `Ready`."""
     if len(plan.policy.lanes) > 1:
         return Instances(partial(waa_launches, plan), partial(WaaLanes, plan))
 

@@ -56,11 +56,7 @@ class VllmHost:
         self._has_come = asyncio.Event()
 
     async def run(self) -> None:
-        """Submit the front's requests until vLLM's engine has died.
-
-        Raises:
-            EngineDeadError: the engine has died.
-        """
+        """Submit the front's requests until vLLM's engine has died."""
         await self._generate(SAMPLED)
         asyncio.get_running_loop().add_reader(self._front.fileno(), self._has_come.set)
         self._front.send(Ready(takes_seeds(), False, True))
@@ -167,9 +163,6 @@ def store(host: str, port: int) -> TCPStore:
     it.
 
     The store listens only on one address, whereas a store that torch opens in a worker would listen on all interfaces.
-
-    Raises:
-        OSError: this machine does not have the address, or the port is taken.
     """
     return create_tcp_store(host, port, listen_towards(host, port), is_master=True, wait_for_workers=False)
 

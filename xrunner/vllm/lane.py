@@ -18,11 +18,7 @@ LEAST_KV = 0.95
 
 
 def settings_of(plan: Plan) -> LaneSettings:
-    """Return the settings of the plan's rule.
-
-    Raises:
-        InputError: vLLM cannot run the plan's policy.
-    """
+    """Return the settings of the plan's rule."""
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError(
@@ -84,8 +80,6 @@ class PlannedLane:
         return self._next is not None
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan, either from the next step on with all requests, or after the running requests have
-        ended."""
         try:
             lane = build_lane(plan, self._room)
         except InputError as error:

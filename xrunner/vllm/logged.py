@@ -26,7 +26,6 @@ from xrunner.vllm.channel import VllmEnd
 logger = logging.getLogger("vllm.xgpt")
 
 KEY_BYTES = 16
-"""Number of bytes of vLLM's hashes that are kept, enough to distinguish blocks."""
 
 
 class LoggedScheduler(Scheduler):
@@ -50,12 +49,9 @@ class LoggedScheduler(Scheduler):
             self._front = VllmEnd(self.config["front"], self.config["lane"], plans="plan" in self.config)
             threading.Thread(target=self._report, args=(self._front,), daemon=True).start()
         self._settled: list[StepRecord] = []
-        """Executed steps that have not been reported."""
         self._number: dict[str, int] = {}
-        """xgpt's number of each request that has not ended in vLLM."""
         self._num_seen = self._num_scheduled = self._num_settled = self._now_ns = 0
         self._encoding: set[str] = set()
-        """Requests whose prompt has begun and not ended."""
         self._under_way: deque[StepRecord] = deque()
         """Steps that were scheduled but not executed. It is not known yet which requests end in them."""
         self._arrivals: list[Arrival] = []

@@ -36,12 +36,9 @@ It is refused if it has another plan, or if its rank is in use.
 """
 GREETING_BYTES = 256
 GREET_S = 5.0
-"""Seconds in which a newly connected machine must identify itself."""
 MEET_S = 600.0
-"""Seconds in which all machines must connect, both at first and after a loss."""
 RETRY_S, LOOK_S = 0.5, 0.5
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""Settings with which a machine that the network has cut off counts as lost after 25 seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,6 @@ class Machines:
     """The machines that run one vLLM, and this machine's number among them.
 
     Attributes:
-        rank: number of this machine. Machine 0 has the engine.
         host, port: address of the first machine, and port to which the others connect. vLLM uses the next port.
     """
 
@@ -63,11 +59,7 @@ class Machines:
         return address_text(self.host, self.port)
 
     def spread(self, launch: Launch) -> Launch:
-        """Return how to start this machine's part of a vLLM.
-
-        Raises:
-            MachineError: there is no route to the first machine.
-        """
+        """Return how to start this machine's part of a vLLM."""
         address = address_towards(self.host)
         interface = interface_of(address) or ""
         flags = (
@@ -89,11 +81,7 @@ class _Greeting(msgspec.Struct):
 
 
 class Followers:
-    """The first machine's connections to the other machines, for one start of the engine.
-
-    Raises:
-        MachineError: there is no route to the address, this machine does not have the address, or the port is in use.
-    """
+    """The first machine's connections to the other machines, for one start of the engine."""
 
     def __init__(self, machines: Machines, plan: Plan, is_over: Callable[[], bool] = lambda: False) -> None:
         self._machines = machines
@@ -110,11 +98,7 @@ class Followers:
         self._listener.settimeout(RETRY_S)
 
     def start(self) -> None:
-        """Wait for all machines, then make them start their workers.
-
-        Raises:
-            MachineError: a machine has not connected within `MEET_S`, or `is_over` returned True.
-        """
+        """Wait for all machines, then make them start their workers."""
         until_s = time.monotonic() + MEET_S
         while missing := sorted(set(range(1, self._machines.count)) - self._connections.keys()):
             if self._is_over() or time.monotonic() > until_s:
@@ -204,7 +188,6 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
 
 
 def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
-    """Raises MachineError if no connection is made in time."""
     until_s = time.monotonic() + MEET_S
     while not is_over():
         try:

@@ -22,9 +22,7 @@ from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
 TAIL = 200
-"""Number of lines that are kept from the end of vLLM's output, to explain why it ended."""
 TAIL_S = 0.2
-"""Seconds in which the last lines of vLLM's output must arrive."""
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
 
@@ -102,11 +100,7 @@ def preload(vllm_python: str) -> dict[str, str]:
 
 
 def version_of(vllm_python: str, packages: Path) -> str:
-    """Return the version of vLLM in the environment of `vllm_python`.
-
-    Raises:
-        MachineError: vLLM is not installed there, or xgpt's packages cannot be imported.
-    """
+    """Return the version of vLLM in the environment of `vllm_python`."""
     command = [vllm_python, "-c", _ASK_VERSION]
     answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
     if answer.returncode or not answer.stdout.strip():
@@ -116,7 +110,6 @@ def version_of(vllm_python: str, packages: Path) -> str:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Return the line of vLLM's output that best explains why it ended, with a validation error's first reason."""
     last = max((i for i, line in enumerate(lines) if "Error" in line or "error:" in line), default=-1)
     has_reason = last >= 0 and "validation error" in lines[last]
     end = lines[last : last + 2] if has_reason else lines[last : last + 1] or lines[-1:]

@@ -81,21 +81,16 @@ class XgptScheduler(LoggedScheduler):
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._ended: dict[int, Chain] = {}
-        """By request that ended in a step that is not settled: the keys of the request's blocks."""
         self._untold: list[Request] = []
         """Requests that have not been submitted to the rule, including those that arrive while a plan waits."""
         self._name: dict[int, str] = {}
-        """vLLM's name of each numbered request."""
         self._expired: set[int] = set()
-        """Requests of this step whose deadline passed before they began."""
         self._num_begun = 0
         self._open: _Execution | None = None
-        """The execution whose step vLLM has not completely scheduled."""
         self._until: dict[str, int] = {}
         """For each request that vLLM sees, by vLLM's name, the number of its tokens that will have been computed when
         this step ends."""
         self._pieces: deque[_Execution | None] = deque()
-        """The execution to which each unfinished vLLM step belongs, or None if it belongs to none."""
 
     @property
     def _lane(self) -> OneLane:
@@ -260,11 +255,7 @@ class XgptScheduler(LoggedScheduler):
         return self._planned.taken
 
     def _refuse_what_breaks_the_rule(self) -> None:
-        """Refuse options with which vLLM's steps would differ from the rule's steps.
-
-        Raises:
-            InputError: such an option is on.
-        """
+        """Refuse options with which vLLM's steps would differ from the rule's steps."""
         config = self.vllm_config
         settings = config.scheduler_config
         if settings.async_scheduling:
@@ -337,7 +328,6 @@ class Mirror:
         self._blocks = manager.block_pool
         self._table_of = table_of
         self._asking: Request | None = None
-        """The request for which blocks are being allocated."""
         self._allocate_slots = manager.allocate_slots
         self._take_next = self._blocks.get_new_blocks
         manager.allocate_slots = self._allocate

@@ -20,9 +20,7 @@ from functools import partial
 from xgpt.core.processes import adopt_orphans, end_with_parent, wait_for_children
 
 STOP_S = 20.0
-"""Seconds from SIGTERM until all processes are killed."""
 KILL_S = 10.0
-"""Largest number of seconds until killed processes have ended."""
 
 
 def main(command: list[str]) -> int:

@@ -31,7 +31,6 @@ NIXL = {"kv_connector": "NixlConnector"}
 LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
-"""Seconds between removals of K/V files for which no request waits."""
 
 
 @dataclass(slots=True)
@@ -57,11 +56,7 @@ class _Batch:
 
 
 def check_waa(plan: Plan) -> None:
-    """Refuse plans that two vLLMs cannot run.
-
-    Raises:
-        InputError: the plan cannot run on two vLLMs. The message states the reason.
-    """
+    """Refuse plans that two vLLMs cannot run."""
     if len(plan.policy.lanes) == 1:
         raise InputError(
             "plan.policy", plan.policy.kind, "only waa runs on two vLLMs: plan with --policy waa, or start one vLLM"
@@ -103,7 +98,6 @@ class WaaLanes(Lanes):
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._untold: deque[Up] = deque()
-        """Messages from this object itself to the front."""
         self._files = Path(directory) / FILES
         self._pruned_s = 0.0
 
