@@ -77,15 +77,12 @@ class Load:
     """The requests with which a plan or an endpoint is measured.
 
     Attributes:
-        num_requests: number of measured requests. A plan gets further requests, which keep its load steady.
         workload: lengths of the requests. None means the plan's lengths or, for an endpoint, those of the workload
             named summarization.
         arrivals: the arrival process. None means a closed loop.
         stream: whether responses are streamed. A plan's figures come from the engine's log either way. On a machine
             with two cores, a client that reads token by token lengthens decode steps by a tenth.
-        concurrency: number of requests that are outstanding at an endpoint in a closed loop.
         ca_file: PEM file with the certificate authorities for an https endpoint. None means the system's.
-        rule: a rule of one's own in place of the plan's.
     """
 
     num_requests: int = 300
@@ -99,12 +96,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Benched:
-    """The result of `bench`.
-
-    Attributes:
-        report: predicted and measured figures of a plan, or the figures that the client measured at an endpoint.
-        profile: the plan's profile, fitted to these steps, or None if not requested.
-    """
+    """The result of `bench`."""
 
     report: BenchReport | UrlReport | SessionsOutput
     steps: tuple[StepRecord, ...] = ()
@@ -229,15 +221,7 @@ def replayed(
     server: Server | None = None,
     progress: Progress = silent,
 ) -> Replayed:
-    """Serve the plan in a separate process, and send it the requests of a load over HTTP.
-
-    Args:
-        drawn: the requests. None means the result of `draw`.
-
-    Raises:
-        MachineError: the server does not start, or dies, or all requests fail.
-        InputError: the plan cannot hold the workload's requests.
-    """
+    """Serve the plan in a separate process, and send it the requests of a load over HTTP."""
     drawn = drawn or draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
     takes = f"about {drawn.arrivals_s[-1] + plan.estimate.latency_s:.0f} s"  # until the last arrival's answer
@@ -266,11 +250,7 @@ def replayed(
 
 
 def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
-    """Draw a load's requests at random, and further ones that keep the load steady.
-
-    Raises:
-        InputError: the requests do not fit into the plan's memory.
-    """
+    """Draw a load's requests at random, and further ones that keep the load steady."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
     counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
@@ -376,7 +356,6 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return how long steps waited for cores, and the p99 ITL without these waits, measured and predicted."""
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -410,7 +389,6 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Return figures by name. With `times`, the times of requests count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]
@@ -480,9 +458,6 @@ def served(
 ) -> Iterator[str]:
     """Run `xgpt serve` in a separate process, on a free port, and yield its URL. The process ends with the `with`
     block.
-
-    Args:
-        replan: whether the server may switch to other plans.
     """
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))

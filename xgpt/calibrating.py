@@ -29,7 +29,6 @@ SCALES_S = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 
 NAMES = ("throughput_rps", "ttft_s", "tpot_s")
 REQUESTS, MOST_REQUESTS = 200, 1000
 ROUNDS = 6
-"""Largest number of iterations of the fit."""
 SHIFT = 4.0
 MOST_PATH_S = 0.5
 """Longest fitted time of a request outside the engine's loop. A longer one is a queue, which no parameter describes: a
@@ -52,15 +51,12 @@ SHOWN_BY = (
 GOOD = {0: 0.05, 1: 0.1, 2: 0.05}
 """Largest errors of a prediction that is left as it is: of throughput, mean TTFT and mean time between tokens."""
 QUEUED = 3.0
-"""Multiple of the predicted TTFT that a fit can explain, beside `MOST_PATH_S`."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
-"""A result with one of these fields is from `vllm bench serve`."""
 MOSTLY = 0.8
 """A load with a rate counts as a closed loop if, on average, at least this share of the allowed number of concurrent
 requests run.
 """
 LEAST_CV = 1e-3
-"""Coefficient of variation that is used for arrivals at equal intervals."""
 Figures = tuple[float, float, float]
 Array = npt.NDArray[np.float64]
 
@@ -71,8 +67,6 @@ class MeasuredLoad(NamedTuple):
     Attributes:
         inputs, outputs: tokens of each request, or a single mean if the file states only a mean.
         clients, rate_per_s: number of concurrent clients, or rate at which requests are sent. The other one is None.
-        throughput_rps, ttft_s, tpot_s: completed requests per second, mean TTFT, and mean time between tokens.
-        variation: coefficient of variation of the gaps between arrivals.
     """
 
     source: str
@@ -106,7 +100,6 @@ class CalibratedLoads:
     Attributes:
         engine: the plan's engine or, if the plan has none, the profile's. It contains the fitted time of a request
             outside the engine's loop.
-        output: the fitted values, and the prediction errors before and after the fit.
     """
 
     profile: Profile
@@ -117,9 +110,6 @@ class CalibratedLoads:
 def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
     """Fit a plan's profile and engine to measured loads. Return both, with the prediction errors before and after the
     fit.
-
-    Raises:
-        InputError: a load has requests that do not fit into the plan's memory.
     """
     used = tuple(len(loads) < 2 or i % 2 == 0 for i in range(len(loads)))
     plan = plan if plan.engine is not None else plan.but(engine=_bare_engine(profile))
@@ -213,7 +203,6 @@ def _bare_engine(profile: Profile) -> EngineSpec:
 
 
 def predicted(plan: PlanDraft, profile: Profile, load: MeasuredLoad) -> Figures:
-    """Simulate a plan under a load. Return throughput, mean TTFT and mean time between tokens."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
     times = run.times
@@ -303,8 +292,6 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
-    """Return the load in a result of AIPerf or genai-perf. Both use the same names for figures."""
-
     def mean(key: str) -> float:
         figure = data[key]
         return float(figure["avg"]) * SCALES_S.get(figure.get("unit", ""), 1.0)
@@ -321,7 +308,6 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the first number other than 0 under a key, at any depth of a configuration, or None if there is none."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

@@ -19,7 +19,6 @@ from xgpt.metrics_pages import read_samples
 
 OK = 200
 ANSWER_TIMEOUT_S = 30.0
-"""Time within which a server must state its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,6 @@ class ClientRequest:
 
     Attributes:
         output_length: exact number of output tokens. None means that the model or `max_tokens` ends the output.
-        max_tokens: limit on output tokens, as sent to the server.
-        send_at_s: when to send the request, in seconds from the start of the replay, or None in a closed loop.
     """
 
     prompt_ids: Sequence[int]
@@ -56,8 +53,6 @@ class ClientResult:
         token_s: time at which each token arrived. If the server sends no token ids, the entries are for chunks of text.
             Tokens from the same read of the socket have the same time.
         token_ids: the tokens, if the server sends them.
-        usage_tokens: number of output tokens that the response's `usage` states, or None.
-        end_s: time at which the response was complete or the request failed.
         server: times that the server measured, or None if it reported none. Only xgpt's server reports them.
         error: why the request failed, on one line, or None if it did not fail.
         is_lost: whether the request failed because the server stopped answering. In a closed loop, the client that sent
@@ -79,7 +74,6 @@ class ClientResult:
 
     @property
     def tokens_from(self) -> TokensFrom:
-        """What `num_tokens` counts: token ids, the tokens in `usage`, or chunks of text."""
         if self.token_ids:
             return "token_ids"
         return "chunks" if self.usage_tokens is None else "usage"
@@ -142,8 +136,6 @@ async def replay(
         stream: whether responses are streamed. Without streams, client and server need less processor time.
         enough: number of finished requests after which a closed loop stops. The requests that still run then have no
             result.
-        ca_file, api_key: see `Connection`.
-        progress: called with the number of finished requests whenever a request ends.
         until: called with each result of an open loop. Once it returns True, no request is sent any more, and requests
             that still run are cancelled and have no result.
 
@@ -215,9 +207,6 @@ async def replay_sessions(
     """Send sessions to the server at `url`, each in a loop of its own: a turn follows a pause after the answer before
     it, and its prompt contains that answer. Return the results of each session's turns. A session ends with its first
     turn that fails.
-
-    Raises:
-        MachineError: no server answers at `url`.
     """
     async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:
@@ -406,9 +395,6 @@ TIMEOUT_S = 10.0
 def busy_of_workers(url: str) -> dict[str, float]:
     """Return how many seconds each worker has executed steps since its start. This first waits long enough for every
     worker to report.
-
-    Raises:
-        MachineError: the server does not answer.
     """
     time.sleep(TOLD_WITHIN_S)
     samples = read_samples(url, ["xgpt_busy_seconds_total{"], TIMEOUT_S, own_api_key())

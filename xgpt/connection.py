@@ -26,7 +26,6 @@ READ_TIMEOUT_S = 600.0
 """A request has failed if the server sends nothing for this long. A server of xgpt answers 504 after this time."""
 READ_BYTES = 1 << 16
 MOST_BYTES = 1 << 26
-"""A larger answer is refused."""
 
 Failure = (OSError, h11.ProtocolError)
 """Errors of a request: no answer in time, an answer that is not HTTP, or a broken connection."""
@@ -110,7 +109,6 @@ class Connection:
     Args:
         url: URL of the server. A path in it becomes a prefix of all requests' paths.
         ca_file: certificate authorities for an https server. None means the default of `tls_context`.
-        most: limit on the bytes of an answer that is read as a whole. None means `MOST_BYTES`.
 
     Raises:
         InputError: `url` is not an http or https URL, or `ca_file` contains no certificate.
@@ -166,11 +164,9 @@ class Connection:
         return event.status_code
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Send a GET request, and return the response's status and body. Errors are as in `ask`."""
         return await self.ask("GET", path), await self.read_all()
 
     async def read(self) -> bytes | None:
-        """Return the next part of the response's body, or None at its end. Errors are as in `ask`."""
         event = await self._next()
         if isinstance(event, h11.Data):
             return bytes(event.data)
@@ -179,7 +175,6 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """Return the rest of the response's body. Errors are as in `ask`."""
         body = bytearray()
         while (piece := await self.read()) is not None:
             body += piece

@@ -22,30 +22,21 @@ from xgpt.core.version import __version__
 STEADY = 0.10
 """Times count as steady if the slowest tenth of equal products take at most this share longer than the median."""
 CLOCK_S = 1.0
-"""Seconds for which the clock is observed."""
 FEW_FILES = 1024
 """Largest limit on open files at which a higher limit is recommended. An endpoint needs an open file for each
 connection.
 """
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
-"""Instruction sets that speed up matrix products, by their names in Linux."""
 
 
 class Finding(Frozen):
     name: str
-    """Name of a property of the machine."""
     value: str
-    """The property's value."""
     advice: str | None = None
-    """Recommendation, or None."""
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Examine the machine, the installed software and the cached files. This takes two to four seconds.
-
-    Args:
-        root: directory that contains proc. Only tests set it.
-    """
+    """Examine the machine, the installed software and the cached files. This takes two to four seconds."""
     return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 
 
@@ -69,7 +60,6 @@ def _devices() -> Finding:
 
 
 def instructions(root: Path = Path("/")) -> Finding:
-    """Find which instruction sets for fast matrix products the processor has."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -19,9 +19,6 @@ def read_samples(url: str, names: Iterable[str], seconds: float, api_key: str | 
 
     Args:
         names: beginnings of the names of samples. Others are skipped.
-
-    Raises:
-        InputError: `url` is not an http or https URL.
     """
     try:
         status, body = answer_of(f"{url.rstrip('/')}/metrics", seconds=seconds, most=MOST_BYTES, api_key=api_key)
@@ -31,7 +28,6 @@ def read_samples(url: str, names: Iterable[str], seconds: float, api_key: str | 
 
 
 def samples_of(page: str, names: Iterable[str]) -> list[Sample] | None:
-    """Return a page's samples, or None if one is malformed."""
     beginnings = tuple(names)
     lines = [line for line in page.splitlines() if len(line) <= MOST_LINE and line.startswith(beginnings)]
     try:

@@ -86,13 +86,11 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
 
 def turns_in(request: PlanRequest) -> float | None:
-    """Return the mean number of turns of a session, or None if requests are independent."""
     law = _given(request).sessions
     return None if law is None else turns_of(law)
 
 
 def _given(request: PlanRequest) -> Workload:
-    """Return the workload as given: of sessions if it is a law, or a log whose sessions are bounded."""
     given, bounds = request.workload, (request.session_wait_s, request.session_time_s)
     found = workload_of(given)
     if found.sessions is None and isinstance(given, str) and bounds != (None, None):
@@ -101,7 +99,6 @@ def _given(request: PlanRequest) -> Workload:
 
 
 def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
-    """Return the request lengths. Bounds on sessions need sessions, by a law or in a log."""
     workload = workload_of(_given(request), spec, request.growth)
     if workload.sessions is None:
         if (request.session_wait_s, request.session_time_s) != (None, None):
@@ -155,7 +152,6 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the prefix reuse if the request states a prefix that all prompts share. Otherwise return None."""
     tokens, constraint = request.shared_prefix, request.constraint
     if not tokens:
         return None
@@ -196,7 +192,6 @@ def _with_classes(request: PlanRequest) -> Constraint:
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
-    """Return the model, the local directory of its weights or None, and the checkpoint's name in a plan or None."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
@@ -276,9 +271,6 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
         given: these shares; or the path of a metrics page; or one number: the probability that a draft token is
             accepted if all previous ones are.
         tokens: number of draft tokens, or None if not known.
-
-    Raises:
-        InputError: `given` is not between 0 and 1, or the metrics page counts no drafts.
     """
     if isinstance(given, tuple):
         return given
@@ -298,9 +290,6 @@ def from_metrics(path: Path) -> tuple[float, ...]:
 
     vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens per step. All
     positions then get the same probability of acceptance.
-
-    Raises:
-        InputError: the file does not exist, or the page counts no drafts.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -24,12 +24,9 @@ from xgpt.core.workload import TraceLengths, histogram
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
-"""Names of engines in configs/engines by other names of the same engines."""
 
 
 class DetectedCluster(Frozen):
-    """Content of a cluster file that means the machine on which the file is read."""
-
     name: Literal["local"]
     detect: Literal[True]
     num_devices: PositiveInt | None = None
@@ -107,11 +104,7 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def check_names(among: Iterable[str]) -> None:
-    """Check that all names of clusters in `among` are known.
-
-    Raises:
-        InputError: a name is not known. The message names the argument `among`.
-    """
+    """Check that all names of clusters in `among` are known."""
     for name in among:
         if not name.startswith("local:"):
             find_config("clusters", name, "among")
@@ -151,7 +144,6 @@ def nearest_engine(framework: str, version: str | None) -> EngineSpec:
 
 
 def _named(name: str) -> tuple[str, str | None]:
-    """Return the name of a shipped engine and its version (two numbers), or another name as it is."""
     named = re.fullmatch(r"(.+?)(?:-(\d+(?:\.\d+)*))?", name)
     stem = named and FRAMEWORKS.get(named[1], named[1])
     if not named or stem not in config_names("engines"):
@@ -208,11 +200,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
 
 def load_classes(name: str) -> tuple[RequestClass, ...]:
-    """Return the classes in a workload file, or nothing if the file has no classes or is a trace.
-
-    Raises:
-        InputError: there is no such workload, or it is malformed.
-    """
+    """Return the classes in a workload file, or nothing if the file has no classes or is a trace."""
     path = find_config("workloads", name)
     if path.suffix not in _YAML or _law(path) is not None:
         return ()
@@ -222,9 +210,6 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Growth = NO_GROWTH) -> Workload:
     """Return the workload that a name, a file or an object gives, with its outputs grown. With `spec`, check that it
     fits into the model's context.
-
-    Raises:
-        InputError: as `load_workload` does.
     """
     workload = growth.workload(load_workload(given) if isinstance(given, str) else given)
     if spec is not None:
@@ -233,11 +218,7 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Gr
 
 
 def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
-    """Return the load of a log, by name or file, or None if the workload is not a log of single requests.
-
-    Raises:
-        InputError: the load's rate cannot grow, since the workload is not a log with times.
-    """
+    """Return the load of a log, by name or file, or None if the workload is not a log of single requests."""
     path = find_config("workloads", given) if isinstance(given, str) else None
     if path is None or not has_requests(path):
         if growth.rate != 1:
@@ -247,11 +228,7 @@ def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
 
 
 def in_sessions(name: str) -> Workload:
-    """Return the workload of the sessions in a log.
-
-    Raises:
-        InputError: the workload is no log, or its rows name no sessions.
-    """
+    """Return the workload of the sessions in a log."""
     trace = load_trace(name)
     if trace is None or trace.sessions is None:
         says = "it has no sessions: give a law of sessions (YAML), or a log whose rows name their session"
@@ -270,7 +247,6 @@ def _law(path: Path) -> Workload | None:
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a trace, or None if the workload is not a trace of single requests."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 

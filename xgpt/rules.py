@@ -36,11 +36,7 @@ def load_rule(given: Rule | str) -> Rule:
 
 
 def name_of(rule: Rule | str) -> str:
-    """Return the name MODULE:NAME by which another process finds a rule.
-
-    Raises:
-        InputError: no name of the rule's module is this rule, or its class without arguments.
-    """
+    """Return the name MODULE:NAME by which another process finds a rule."""
     if isinstance(rule, str):
         return rule
     kind = type(rule)

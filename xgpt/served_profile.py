@@ -73,9 +73,7 @@ LOADS = {
 """The load for each engine and kind of device. On a CPU, vLLM executes few steps in a second."""
 QUANTILES = 100
 STALL = 4.0
-"""A step that takes this multiple of its predicted time counts as stalled, and is ignored."""
 PRIOR = 0.01
-"""Weight of the prior that keeps the factors close to a common factor."""
 
 
 def as_served(

@@ -27,14 +27,11 @@ from xsimulator.sessions import TurnTimes
 
 @dataclass(frozen=True)
 class SimulatedSessions:
-    """Simulated sessions of a plan."""
-
     plan: PlanDraft
     output: SessionsOutput
 
 
 def sessions_of(plan: Plan, workload: str | Workload | None) -> Workload | None:
-    """Return the workload of sessions that a simulation of a plan means, or None if requests are independent."""
     if workload is None:
         return plan.workload if plan.workload.sessions is not None else None
     found = workload_of(workload, plan.model)
@@ -44,11 +41,7 @@ def sessions_of(plan: Plan, workload: str | Workload | None) -> Workload | None:
 
 
 def simulate_sessions(plan: Plan, profile: Profile, workload: Workload, request: SimulateRequest) -> SimulatedSessions:
-    """Simulate sessions that begin at a rate, or those of a log as they were recorded.
-
-    Raises:
-        InputError: an option has no meaning for sessions, or no rate is known.
-    """
+    """Simulate sessions that begin at a rate, or those of a log as they were recorded."""
     for name, unset in (("clients", None), ("since_s", 0.0), ("rule", None), ("rate", 1.0), ("outputs", 1.0)):
         if (value := getattr(request, name)) != unset:
             raise InputError(name, value, "it applies only to independent requests: leave it out")
@@ -72,7 +65,6 @@ def simulate_sessions(plan: Plan, profile: Profile, workload: Workload, request:
 
 
 def one_rate(request: LoadFields) -> float | None:
-    """Return the rate at which sessions begin, or None if it is not stated."""
     rate = request.arrival_rate_per_s
     if isinstance(rate, tuple) and len(rate) == 1 and rate[0][1] is None:
         return rate[0][0]
@@ -82,7 +74,6 @@ def one_rate(request: LoadFields) -> float | None:
 
 
 def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanDraft | None = None) -> SessionsOutput:
-    """Return the figures of those sessions whose turns count."""
     wait, time = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s))
     paused = per_session(run, counts, run.paused_s)
     of_turns = RequestTimes(run.ttft_s[counts], run.tpot_s[counts], run.whole_s[counts])
@@ -162,7 +153,6 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
 
 
 NUM_SESSIONS = 40
-"""Number of sessions that are sent to an endpoint by default."""
 
 
 def _quantiles(values: Floats) -> dict[str, float]:

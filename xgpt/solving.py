@@ -50,7 +50,6 @@ from xsimulator.run import joint_lengths
 from xsimulator.session_rate import replay_sessions
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
-"""Advice for a plan whose profile was measured on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,7 @@ class Planned:
     """The plans for a request.
 
     Attributes:
-        problem: the problem on the chosen cluster and devices.
-        plans: each policy's best plan, the best of all first.
-        choices: the compared clusters with their devices and prices, the cheapest first.
-        planning_s: duration of planning for the chosen cluster, in seconds.
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
-        fewest: the number of devices that was chosen for the load, or None if the user gave it.
-        load: the load that the request states, by a rate or by a log.
         beside: the best plan of another shape, or None if it was not searched, or there is none.
     """
 
@@ -237,7 +230,6 @@ def _with_best_draft(
 def _annotate(
     found: dict[str, Found], problem: Problem, trace: TraceLengths | None, num_servers: int | None
 ) -> dict[str, Plan]:
-    """Return the plans with their arrival rates and API servers."""
     profile, found = problem.profile, with_capacities(found, problem.profile)
     best = next(iter(found.values()))
     draft, figures = best.draft, ranges_of(best.draft, profile)
@@ -381,11 +373,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
 
 
 def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
-    """Return how a fleet that follows its exported rule serves a day.
-
-    Raises:
-        InputError: the trace is malformed, or a plan's profile is not on this machine.
-    """
+    """Return how a fleet that follows its exported rule serves a day."""
     day = read_day(trace)
     model = FleetModel(
         day, cut(day, fleet.interval_s), tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)

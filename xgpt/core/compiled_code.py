@@ -19,7 +19,6 @@ from pathlib import Path
 from xgpt.core.io import cache_dir
 
 ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
-"""Folders whose functions are compiled."""
 KEPT_S = 30 * 86400.0
 """Directories for other states of the sources are deleted at this age, in seconds."""
 
@@ -27,7 +26,6 @@ KEPT_S = 30 * 86400.0
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
 """Classes with which numba searches for compiled code, in this order (see `compiled_files`)."""
 NOWHERE = os.devnull + "/compiled"
-"""A directory that nobody can create, so that code is compiled each time."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,6 @@ def _set(name: str, value: str) -> None:
 
 
 def sources() -> str:
-    """Return a hash of the content of all files whose functions are compiled."""
     root, found = Path(__file__).parents[2], sha256()
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):

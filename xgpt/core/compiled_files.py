@@ -24,11 +24,7 @@ def _tell(path: str, reason: str) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file or directory belongs to this user or to root, or does not exist.
-
-    Raises:
-        OSError: the owner cannot be determined.
-    """
+    """Return whether a file or directory belongs to this user or to root, or does not exist."""
     try:
         return os.stat(path).st_uid in (os.geteuid(), 0)
     except FileNotFoundError:
@@ -36,8 +32,6 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 class Locator(caching.UserProvidedCacheLocator):
-    """Stores code in the configured directory if possible."""
-
     def ensure_cache_path(self) -> None:
         try:
             super().ensure_cache_path()
@@ -48,8 +42,6 @@ class Locator(caching.UserProvidedCacheLocator):
 
 
 class Files(caching.IndexDataCacheFile):
-    """The files with one function's compiled code."""
-
     def _load_index(self) -> dict[Any, str]:
         found: dict[Any, str] | None = self._read(self._index_path, super()._load_index)
         return found or {}
@@ -105,7 +97,6 @@ class Library(codegen.JITCodeLibrary):
         """Do nothing, since `_emit` optimises."""
 
     def _finalize_final_module(self) -> None:
-        """Make the code ready to be linked into other code. Code from disk is then also ready to run."""
         if self._shared_module is not None:
             self._is_emitted = True
             super()._finalize_final_module()
@@ -141,7 +132,6 @@ class Library(codegen.JITCodeLibrary):
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set a function's environment, unless its code has not been emitted yet."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 

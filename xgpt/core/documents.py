@@ -14,10 +14,8 @@ MOST_NODES = 250_000
 count as another value.
 """
 MOST_YAML = 1 << 24
-"""Largest number of characters of a YAML stream."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BROKEN = (ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What PyYAML raises for values that are none of their tag, besides its own errors."""
 
 
 class Excess(ValueError):

@@ -19,8 +19,6 @@ MAX_SHOWN = 200
 
 
 class XgptError(Exception):
-    """The base class of every error that this program raises on purpose."""
-
     exit_code = 4
 
 
@@ -28,11 +26,9 @@ class InfeasibleError(XgptError):
     """No schedule meets the constraint.
 
     Args:
-        message: one line that names the constraint that cannot be met.
         nearest_bound_s: the smallest value of the bound `binding` that some schedule keeps. None means that no value
             helps, or that it is not a bound.
         binding: name of the constraint that cannot be met, such as "latency_bound_s" or "memory".
-        reason: what takes the time, if a latency bound cannot be kept.
 
     Attributes:
         warnings: reasons why some schedule might meet the constraint after all, one sentence each.
@@ -67,8 +63,6 @@ class InputError(XgptError):
 
 
 class MachineError(XgptError):
-    """This machine lacks what the plan needs."""
-
     exit_code = 3
 
 
@@ -124,7 +118,6 @@ def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float 
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason of an error, without the name of the file or address."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text in UTF-8"
     if error.errno is None or error.errno <= 0 or type(error).__module__ == "ssl":
@@ -138,7 +131,6 @@ def cut(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped, except newlines and tabs."""
     return "".join(
         character if character in "\n\t" or unicodedata.category(character)[0] != "C" else repr(character)[1:-1]
         for character in text

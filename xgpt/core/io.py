@@ -32,14 +32,12 @@ ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:
-    """Return the directory of the shipped configs: in a wheel inside the package, in a checkout next to it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def cache_dir() -> Path:
-    """Return xgpt's cache directory, XDG_CACHE_HOME/xgpt or ~/.cache/xgpt."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "xgpt"
 
@@ -49,7 +47,6 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".log", ".prom", ".gz", ".xlsx")
-"""Suffixes of names that stand for files, not for shipped configs."""
 
 
 OF_PAPERS = ("gpt3-", "opt-", "t5-", "tcb-")
@@ -112,7 +109,6 @@ def load_cluster_yaml(path: Path) -> Any:
 
 
 MOST_BYTES = 1 << 28
-"""A file of settings that is larger is refused."""
 
 
 def read_text(path: Path, field: str) -> str:

@@ -37,14 +37,12 @@ class Growth(NamedTuple):
 
     Attributes:
         rate: factor on the number of requests. The time of day at which they arrive does not change.
-        outputs: factor on the number of output tokens of each request.
     """
 
     rate: float = 1.0
     outputs: float = 1.0
 
     def trace(self, log: TraceLengths, seed: int = 0) -> TraceLengths:
-        """Return the requests of a log that has grown: copies of its requests, or some of them."""
         if self == NO_GROWTH:
             return log
         rng = np.random.default_rng(seed)
@@ -85,8 +83,6 @@ class Window(NamedTuple):
 
     Attributes:
         name: the window in words, such as "12:15 to 12:30" (UTC) or, from its start, "+12:15 to +12:30".
-        start_s: seconds from the first request of the log.
-        seconds: length of the window within the log.
         first, end: the requests that arrive in it, as a half-open range.
     """
 
@@ -110,9 +106,6 @@ class KeptByWindow(NamedTuple):
 
     Attributes:
         worst: the window with the smallest share. None means that the load has no windows.
-        worst_share: share of this window's requests.
-        busiest_share: share of the busiest window's requests.
-        by_window: share of each window's requests, or None for a window without requests.
     """
 
     share: float
@@ -140,11 +133,7 @@ def _clock(seconds: float, length: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LogLoad:
-    """A log's requests in windows. Without times, there are no windows.
-
-    Attributes:
-        requests: all requests, in order of time, with the growth applied.
-    """
+    """A log's requests in windows. Without times, there are no windows."""
 
     name: str
     requests: TraceLengths
@@ -163,18 +152,15 @@ class LogLoad:
 
     @property
     def seconds(self) -> float:
-        """Time from the first to the last request, or 0 without times."""
         times = self.requests.timestamp_s
         return 0.0 if times is None else float(times[-1])
 
     @property
     def rate_per_s(self) -> float | None:
-        """Mean arrival rate, or None if it is not known."""
         return (len(self.requests.input) - 1) / self.seconds if self.seconds > 0 else None
 
     @property
     def workload(self) -> Workload:
-        """The lengths of all requests, in bins."""
         return Workload(name=self.name, input=binned(self.requests.input), output=binned(self.requests.output))
 
     @cached_property
@@ -209,7 +195,6 @@ class LogLoad:
 
     @cached_property
     def busiest(self) -> Window | None:
-        """The window with the highest arrival rate, or None without windows."""
         counted = self._counted
         return max(counted, key=lambda window: window.rate_per_s) if counted else None
 

@@ -17,9 +17,7 @@ LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine. The figures are orders of magnitude, since there is no datasheet."""
 
 GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
-"""Names of configs by the names that drivers report. The table lists abbreviated names, and names that state the CPU's
-memory.
-"""
+"""Names of configs by the names that drivers report."""
 
 CPU_USABLE_MEMORY = 0.5
 """Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""
@@ -31,7 +29,6 @@ def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> Cluster
     Args:
         num_devices: number of GPUs, or of CPU devices with equal shares of cores and memory. None means all GPUs, or
             one CPU device.
-        root: directory that contains proc and sys, for tests.
 
     Raises:
         MachineError: the machine has fewer GPUs or cores than `num_devices`, has GPUs of several kinds, or does not
@@ -141,7 +138,6 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _memory_bytes(root: Path) -> int:
-    """Return the bytes of physical memory, or the cgroup's memory limit if it is lower."""
     total = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     if total:
         limits = [int(total[1]) * 1024]

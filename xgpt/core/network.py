@@ -16,11 +16,9 @@ from xgpt.core.errors import MachineError
 CONNECT_S = 5.0
 NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915
-"""Linux's ioctl that returns the address of an interface."""
 
 
 def address_text(host: str, port: int | str) -> str:
-    """Return HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -85,9 +83,6 @@ def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str
 
     Args:
         named_within_s: seconds for which to retry if `host` does not resolve yet, for example while a pod starts.
-
-    Raises:
-        MachineError: there is no route, or `host` does not resolve.
     """
     until = time.monotonic() + named_within_s
     while True:

@@ -11,7 +11,6 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def whole(text: str) -> int:
-    """Return the integer that a text states, or raise ValueError."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"not a whole number: {text!r}")
     return int(text)
@@ -38,7 +37,6 @@ def duration(seconds: float) -> str:
 
 
 def decimal(text: str) -> float:
-    """Return the finite number that a text states, or raise ValueError."""
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"not a number: {text!r}")
     return number

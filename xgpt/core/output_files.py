@@ -26,8 +26,6 @@ class OutputFile:
     """A file that a command will write.
 
     Args:
-        path: A symbolic link stands for the file to which it points.
-        field: the option or argument that names the file, for errors.
         force: whether to overwrite the user's files and files that the command reads.
         inputs: paths that the command reads. Paths that are not files are ignored.
     """
@@ -101,10 +99,6 @@ def check_step_log(path: Path, *, force: bool = False) -> None:
     """Check that a step log would not replace another kind of file.
 
     A log has no record, since it grows until its server ends, perhaps by a signal.
-
-    Raises:
-        InputError: the file's first line is not a step.
-        MachineError: the file cannot be written.
     """
     check_writable(path)
     if force or not path.is_file():
@@ -128,7 +122,6 @@ def record(path: Path) -> None:
 
 
 def is_recorded(path: Path) -> bool:
-    """Return whether xgpt wrote the file, and nothing has changed it since."""
     try:
         return _record_of(path).read_text().strip() == _digest(path)
     except OSError:

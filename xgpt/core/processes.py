@@ -39,7 +39,6 @@ def adopt_orphans() -> None:
 
 
 def wait_for_children(within_s: float) -> None:
-    """Wait until all children of this process have ended, but at most `within_s` seconds."""
     until_s = time.monotonic() + within_s
     with suppress(ChildProcessError):  # there are no more children
         while time.monotonic() < until_s:
@@ -66,7 +65,6 @@ def is_at_work(process: int) -> bool:
 
 
 def _states(process: int) -> set[str]:
-    """Return the states of a process's threads, as letters of /proc/PID/stat. Empty if it has ended."""
     states = set()
     with suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -93,7 +91,6 @@ def raise_file_limit() -> int:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the ids of a process's children. Empty on systems other than Linux."""
     started: list[int] = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{process}/task").iterdir():

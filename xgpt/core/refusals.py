@@ -17,15 +17,10 @@ _MUST_BE = {
     "tuple": "it must be a list",
     "dict": "it must map names to values",
 }
-"""Messages, by the first word of the type of a pydantic error."""
 
 
 def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:
-    """Return the first mistake in a ValidationError as an InputError.
-
-    Args:
-        field: name of `data` in messages, as a prefix of field names. "" means no prefix.
-    """
+    """Return the first mistake in a ValidationError as an InputError."""
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     names, types = [field] if field else [], [type_]

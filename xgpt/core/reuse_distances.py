@@ -24,7 +24,6 @@ class ReuseCurve:
     A request finds only a prefix of its blocks.
 
     Args:
-        block_size: number of tokens in a K/V block. Only whole blocks are found.
         inside: number of requests that run when a request enters. Their outputs are not cached yet.
     """
 
@@ -57,11 +56,9 @@ class ReuseCurve:
 
     @property
     def most(self) -> float:
-        """The share of prompt tokens found in an unlimited cache."""
         return self.share(np.inf)
 
     def distances(self, quantiles: Sequence[float]) -> list[tuple[float, float]]:
-        """Return pairs (q, cache size in tokens above which a share q of the reused blocks is found)."""
         needed = self._needed[np.isfinite(self._needed)]
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 

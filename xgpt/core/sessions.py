@@ -84,13 +84,11 @@ def pauses(law: Pause, count: int, rng: np.random.Generator) -> Floats:
 
 
 def workload_of_law(name: str, law: SessionLaw) -> Workload:
-    """Return the lengths of the turns of a law's sessions."""
     trace = draw_sessions(law, NUM_DRAWN, np.random.default_rng(0))
     return Workload(name=name, input=binned(trace.input), output=binned(trace.output), sessions=law)
 
 
 NUM_DRAWN = 400
-"""Number of sessions from which the lengths of a law's turns are taken."""
 
 
 def law_of(trace: TraceLengths) -> SessionLaw:

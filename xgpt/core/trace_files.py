@@ -17,19 +17,14 @@ from xgpt.core.schema.base import Frozen
 MOST_LINES = 3_000_000
 MOST_LINE_BYTES = 16 << 20
 MOST_BYTES = 8 << 30
-"""Largest decompressed size of a file that is read line by line."""
 MOST_MEMORY = 900_000_000
-"""Largest memory, in bytes, that a JSON document may take once it is read."""
 PER_BRACKET, PER_VALUE = 72, 40
-"""Bytes that a list or object, and any other value, take in memory beside their text."""
 
 Role = Literal["input", "output", "timestamp", "status", "session", "id", "parent", "delay", "end"]
 Unit = Literal["s", "ms", "us", "ns"]
 
 
 class TraceFormat(Frozen):
-    """A format whose times have a unit that no name states."""
-
     name: str
     fields: frozenset[str]
     unit: Unit
@@ -38,8 +33,6 @@ class TraceFormat(Frozen):
 
 
 class TraceNames(Frozen):
-    """The content of configs/traces.yaml."""
-
     roles: dict[Role, tuple[str, ...]]
     units: dict[str, Unit]
     formats: tuple[TraceFormat, ...]
@@ -84,11 +77,7 @@ def lines_of(path: Path, field: str, longest: int = MOST_LINE_BYTES) -> Generato
 
 
 def text_of(path: Path, field: str) -> str:
-    """Return the text of a file, which must be small enough to be one JSON document.
-
-    Raises:
-        InputError: see `lines_of`.
-    """
+    """Return the text of a file, which must be small enough to be one JSON document."""
     parts, size = [], 0
     with closing(lines_of(path, field, MOST_MEMORY // 3)) as lines:
         for line in lines:
@@ -99,16 +88,11 @@ def text_of(path: Path, field: str) -> str:
 
 
 def memory_of(text: str) -> int:
-    """Return about how many bytes a JSON text and its values take in memory."""
     return 3 * len(text) + PER_BRACKET * (text.count("[") + text.count("{")) + PER_VALUE * text.count(",")
 
 
 def check_memory(size: int, path: Path, field: str) -> None:
-    """Check the memory of a JSON document.
-
-    Raises:
-        InputError: it is too large.
-    """
+    """Check the memory of a JSON document."""
     if size > MOST_MEMORY:
         accepted = "it is too large for one document: give one request on each line, or a part of it"
         raise InputError(field, str(path), accepted)
@@ -117,9 +101,6 @@ def check_memory(size: int, path: Path, field: str) -> None:
 def head_of(path: Path, field: str, least: int = 300) -> str:
     """Return the beginning of a file, from its first character that is no white space: lines of at least `least`
     characters, if it has so many.
-
-    Raises:
-        InputError: see `lines_of`.
     """
     head = ""
     with closing(lines_of(path, field, MOST_MEMORY // 3)) as lines:

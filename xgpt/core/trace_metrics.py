@@ -18,15 +18,11 @@ from xgpt.core.trace_files import names, text_of
 logger = logging.getLogger(__name__)
 
 POINTS = 8
-"""Number of lengths that represent a histogram's bucket."""
 
 
 def read_metrics(path: Path, name: str, field: str) -> Workload:
     """Return the length histograms of a metrics page, or of a query for these metrics over time, which states how the
     counts have grown. Lengths are spread evenly over each bucket.
-
-    Raises:
-        InputError: the file cannot be read, or no request is counted.
     """
     text = text_of(path, field)
     if text.lstrip()[:1] == "{":
@@ -72,7 +68,6 @@ def _grown(path: Path, field: str, text: str) -> str:
 
 
 def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], float | None]:
-    """Return a Prometheus histogram's cumulative counts by upper limit, summed over labels, and its mean or None."""
     counts: dict[float, float] = {}
     totals = {"sum": 0.0, "count": 0.0}
     for name, kind, labels, value in re.findall(

@@ -34,7 +34,6 @@ CHARACTERS = 4
 """Mean number of characters in a token, for files that have text but no token counts."""
 MOST_COLUMNS = 4096
 MOST_SPANS = 400_000
-"""Largest number of spans of a file, which are kept until their parents are known."""
 _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+0-9])")
 
 
@@ -42,13 +41,8 @@ class Row(NamedTuple):
     """A request, with the values in its file.
 
     Attributes:
-        where: the file, with the line or entry in it, for errors.
-        timestamp: the request's time as in the file, or None.
         has_failed: whether the HTTP status is an error (400 to 599).
         fields: all fields, if the row is a JSON object. In CSV, only the names are known.
-        time_name: name of the column or field with the time, or "".
-        turn: the values by which rows are turns of sessions, by role.
-        delay_name: name of the field with the delay, or "".
     """
 
     where: str
@@ -66,12 +60,7 @@ OF_TURNS: tuple[Role, ...] = ("session", "id", "parent", "delay", "end")
 
 
 class TraceRows(NamedTuple):
-    """The requests of a file.
-
-    Attributes:
-        rows: one row for each request, including requests without output.
-        notes: assumptions made to read the file. They are complete once all rows have been read.
-    """
+    """The requests of a file."""
 
     rows: Iterable[Row]
     notes: list[str]
@@ -91,9 +80,6 @@ def plain(name: str) -> str:
 
 def read_rows(path: Path, field: str, opened: ExitStack) -> TraceRows:
     """Return the requests of a trace, after identifying its format.
-
-    Args:
-        opened: closes the file.
 
     Raises:
         InputError: the trace is in no known format. The message names the file, and the line if possible. Also raised
@@ -127,7 +113,6 @@ def _unknown(path: Path, field: str) -> InputError:
 
 
 def is_metrics(text: str) -> bool:
-    """Return whether a text is a page of Prometheus metrics, or the JSON of a query for their values over time."""
     return bool(_METRIC.match(text)) or (text[:1] == "{" and '"resultType"' in text[:300])
 
 
@@ -223,7 +208,6 @@ def _json_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRo
 
 
 def _documents(path: Path, field: str, first: str, opened: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON documents of a file (the whole file, or one for each line), each after its position."""
     if not first:
         return
     check_memory(memory_of(first), path, field)
@@ -249,7 +233,6 @@ def _documents(path: Path, field: str, first: str, opened: ExitStack) -> Iterato
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document, each after its position. The document is a request or contains requests."""
     if not isinstance(document, dict):
         raise InputError(where, cut(str(document), 80), "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -362,7 +345,6 @@ def _spans(path: Path, documents: Iterator[tuple[str, Any]]) -> TraceRows:
 
 
 def _answers(documents: Iterator[tuple[str, Any]], key: str) -> Iterator[Row]:
-    """Yield one request for each answer in conversations, with all previous turns as the prompt."""
     answering = names().answering
     for where, document in documents:
         said = 0

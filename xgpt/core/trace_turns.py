@@ -10,14 +10,11 @@ from xgpt.core.trace_rows import Row, plain
 from xgpt.core.turns import FIRST, Floats, Ints, TraceSessions
 
 ANSWER_S = 0.02
-"""Seconds of each output token of a recorded answer whose end no row states."""
 NAMES: tuple[Role, ...] = ("session", "id", "parent")
 NO_PARENT = ("", "-1", "None", "null")
 
 
 class TurnRows:
-    """The rows that name a session (`session`), or an earlier row whose chat they continue (`parent`)."""
-
     def __init__(self) -> None:
         self._after: list[int] = []
         self._delays: list[float | None] = []
@@ -26,7 +23,6 @@ class TurnRows:
         self._last: dict[tuple[str, str], int] = {}
 
     def add(self, row: Row, delay: float | None, end: float | None) -> int:
-        """Add a row, and return the row before it in its session, or `FIRST`."""
         names = {role: str(row.turn.get(role, "")) for role in NAMES}
         key = ("id", names["parent"]) if names["parent"] not in NO_PARENT else ("session", names["session"])
         before = self._last.get(key, FIRST) if key[1] else FIRST

@@ -33,7 +33,6 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".log", ".prom
 """File name suffixes of traces and of pages of metrics. The suffix .gz may follow."""
 LARGEST_LENGTH = 2**31 - 1
 LATEST = 1e19
-"""Largest number that may be a time."""
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
@@ -45,7 +44,6 @@ FEW_TIMES, LONG_GAP_S, MOST_RATE = 20, 100.0, 500.0
 longer than `LONG_GAP_S`, or more than `MOST_RATE` would arrive a second.
 """
 MOST_IDS = 10_000_000
-"""Largest number of block ids in a trace."""
 NAME_IT = "name the column timestamp_ms or timestamp_s"
 
 
@@ -55,16 +53,11 @@ def is_trace(path: Path) -> bool:
 
 
 def trace_name(path: Path) -> str:
-    """Return the name of a trace's workload: the file's name without suffixes."""
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
 def read_workload(path: Path, field: str = "workload") -> Workload:
-    """Return the length histograms of a trace or a metrics page.
-
-    Raises:
-        InputError: see `read_lengths`.
-    """
+    """Return the length histograms of a trace or a metrics page."""
     if is_metrics(head_of(path, field)):
         return read_metrics(path, trace_name(path), field)
     lengths = read_lengths(path, field)
@@ -72,7 +65,6 @@ def read_workload(path: Path, field: str = "workload") -> Workload:
 
 
 def has_requests(path: Path, field: str = "workload") -> bool:
-    """Return whether a file is a trace, not a metrics page."""
     return is_trace(path) and not is_metrics(head_of(path, field))
 
 
@@ -238,7 +230,6 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 
 
 def _length(where: str, name: str, value: object) -> int:
-    """Return a value as a number of tokens, or 0 if the value is empty."""
     if type(value) is str and len(value) < 10 and value.isdecimal() and value.isascii():
         return int(value)
     if value is None or value == "":
@@ -260,7 +251,6 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
-    """Return a time as a number, and whether the time was a date. Dates become seconds since 1970."""
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -25,7 +25,6 @@ class TraceSessions:
     """The sessions of requests. Requests are numbered by their places. # [requests] each
 
     Attributes:
-        session: number of the session.
         after: the request after whose end this one follows, or `FIRST`.
         pause_s: seconds from that end to this request. 0 for first turns.
         like: the request with whose prompt and output this prompt begins, or `FIRST`.
@@ -44,7 +43,6 @@ class TraceSessions:
 
     @property
     def first(self) -> Ints:
-        """The first turns, one of each session that no other session forked."""
         return np.flatnonzero(self.after == FIRST)
 
     @property
@@ -53,7 +51,6 @@ class TraceSessions:
         return bool((self.like == self.after).all() and (np.bincount(self.after + 1)[1:] <= 1).all())
 
     def children(self) -> dict[int, list[int]]:
-        """Return for each request those that follow its end."""
         found: dict[int, list[int]] = {}
         for request, after in enumerate(self.after.tolist()):
             if after != FIRST:
@@ -98,7 +95,6 @@ class Chains:
         return self._known[request]
 
     def prompt(self, request: int) -> Chain:
-        """Return the keys of a prompt's full blocks."""
         return self._whole(request)[: self._inputs[request]]
 
     def output(self, request: int) -> Chain:

@@ -32,7 +32,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BLOCK = 100
-"""Number of requests that a stratified sample draws together."""
 
 LARGEST_CV = 100
 """Largest coefficient of variation. Above it, nearly all gaps would be too short for a float."""
@@ -48,7 +47,6 @@ class TraceLengths(NamedTuple):
         input: numbers of prompt tokens. # [requests]
         output: numbers of output tokens. # [requests]
         timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
-        prefixes: common prefixes of requests, or None if not known.
         begin_s: time of the first request in seconds since 1970, or None if not known.
         sessions: the sessions whose turns the requests are, or None if not known.
     """
@@ -69,11 +67,7 @@ class TraceLengths(NamedTuple):
         return TraceLengths(self.input[places], self.output[places], times, prefixes, self.begin_s, sessions)
 
     def since(self, seconds: float) -> TraceLengths:
-        """Return the requests from time `seconds` on. Their times count from the first of them.
-
-        Raises:
-            InputError: the trace has no times, or ends before `seconds`.
-        """
+        """Return the requests from time `seconds` on. Their times count from the first of them."""
         if not seconds:
             return self
         if self.timestamp_s is None:
@@ -125,12 +119,10 @@ P90 = NormalDist().inv_cdf(0.9)
 
 
 def spread_of(median: float, p90: float) -> float:
-    """Return the standard deviation of a log-normal variable's logarithm."""
     return math.log(p90 / median) / P90
 
 
 def _normal_mass(k: int, normal: TruncatedNormal) -> float:
-    """Return the mass over [k - 1/2, k + 1/2] of the normal distribution before truncation."""
     scale = normal.sd * math.sqrt(2)
     low, high = (k - 0.5 - normal.mean) / scale, (k + 0.5 - normal.mean) / scale
     if low > 0:  # erfc of the smaller tail keeps its digits
@@ -183,11 +175,7 @@ def decoding_share(workload: Workload) -> float:
 
 
 def quantile(histogram: Histogram, q: float) -> int:
-    """Return the smallest length that at least a share `q` of requests does not exceed.
-
-    Raises:
-        InputError: q is outside (0, 1].
-    """
+    """Return the smallest length that at least a share `q` of requests does not exceed."""
     if not 0 < q <= 1:
         raise InputError("quantile", q, "it must be above 0 and at most 1")
     # The cdf is a sum of rounded terms, so without the tolerance the next length could be found.
@@ -297,7 +285,6 @@ class ArrivalProcess:
         return max(1, round(total)) if math.isfinite(total) else None
 
     def mean_rate(self, n: int) -> float:
-        """Return the mean arrival rate, requests a second, of the first n requests."""
         seconds = 0.0
         left = float(n)
         for stage in self.stages:
@@ -308,9 +295,6 @@ class ArrivalProcess:
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
         """Return the arrival times, in seconds, of the first n requests at a server that gets a share of all requests.
         # [n]
-
-        Raises:
-            InputError: `burstiness` is not above 0 and at most `LARGEST_CV`.
         """
         work = gamma_arrivals(1.0, n, self.burstiness, rng)
         rates = np.asarray([share * stage.rate_per_s for stage in self.stages])

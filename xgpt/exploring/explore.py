@@ -41,29 +41,18 @@ Part = dict[str, Any]
 """A part of an answer. Its entry `part` states the kind of part."""
 
 LOOSER = (1.1, 1.25, 1.5, 2.0)
-"""The page shows the gain if the latency bound is multiplied by these factors."""
 NUM_REQUESTS = 300
-"""Number of requests in the simulated run whose steps the page draws."""
 MOST_POINTS = 200
-"""Largest number of points in a drawn line."""
 MOST_KEPT = 8
-"""Largest number of problems whose schedulers are cached."""
 FREE = Bounds()._asdict()
 
 
 @dataclass
 class Explorer:
-    """Answers questions, and caches the schedulers of recent problems."""
-
     _kept: OrderedDict[str, tuple[Scheduler, Part]] = field(default_factory=OrderedDict)
 
     def answers(self, asked: dict[str, Any]) -> Iterator[Part]:
-        """Yield the parts of the answer to a question.
-
-        Raises:
-            XgptError: an argument is not accepted, or no schedule keeps the bounds. Some parts may have been yielded
-                before.
-        """
+        """Yield the parts of the answer to a question."""
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
             raise InputError("current", current, "write the command of the current deployment")
@@ -109,16 +98,12 @@ class Explorer:
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
-    """Return a key that is equal for two plans if they run the same steps."""
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
     """Return each policy's best plan in closed form, the best of all first. Each comes with its arrival rate, or with
     None if plans maximise something else.
-
-    Raises:
-        InfeasibleError: no plan keeps the bounds.
     """
     found = best_of_each(search, kinds, is_closed=True)
     return {kind: (one.plan, one.closed_rate) for kind, one in found.items()}
@@ -178,7 +163,6 @@ def timeline(plan: Plan, search: Scheduler) -> Part:
 
 
 def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
-    """Return the best policy and its rate in closed form, under the latency bound and under each looser one."""
     bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):

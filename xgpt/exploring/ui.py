@@ -44,7 +44,6 @@ NAMES = ("127.0.0.1", "localhost")
 """Host names that requests may contain. Other names come from pages of other sites, and are rejected."""
 MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
-"""Largest size of a question, and of a trace that is dropped on the page."""
 
 
 class AnswerProcess:
@@ -58,7 +57,6 @@ class AnswerProcess:
         """Lines of the answer to the last question. Each is a JSON object, or is empty if the process has ended."""
         self._reading: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
-        """Set once the process can be interrupted or has ended."""
 
     async def start(self) -> None:
         if self._reading is not None:
@@ -90,7 +88,6 @@ class AnswerProcess:
             await self._reading
 
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the parts of an answer as lines, until the answer ends or another question arrives."""
         async with self._lock:
             if self._has_ended:
                 await self.start()
@@ -155,7 +152,6 @@ def build_app(token: str) -> Starlette:
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
     async def trace(request: Request, body: bytes) -> Response:
-        """Return a trace that was dropped on the page as a workload: its length histograms, named after its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             endings = [ending for ending in Path(name).suffixes[-2:] if ending in SUFFIXES]
@@ -241,14 +237,7 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 
 
 def serve(port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve the page on loopback until SIGTERM or SIGINT.
-
-    Args:
-        on_ready: called with the page's address, which contains a token that grants access.
-
-    Raises:
-        MachineError: the port cannot be opened.
-    """
+    """Serve the page on loopback until SIGTERM or SIGINT."""
     token = secrets.token_urlsafe(24)
     with Listener.at(HOST, port) as listener:
         on_ready(f"http://{HOST}:{listener.getsockname()[1]}/?token={token}")

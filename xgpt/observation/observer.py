@@ -20,22 +20,16 @@ LOOK_EVERY = 16
 since few requests end under overload.
 """
 LOOK_INTERVAL_S = 0.5
-"""Shortest time between two examinations."""
 
 PACE_MEMORY_S = 10.0
 """After this time, the comparison of a step with its prediction has the weight 1/e. Means over shorter times are not
 representative, since the clock rate of a shared machine changes every second.
 """
 PACE_MEMORY_STEPS = 50
-"""Smallest number of comparisons that count, even if they are old."""
 ENOUGH_STEPS = 24
-"""Smallest number of comparisons from which the pace is computed."""
 STRETCH_S = 0.5
-"""Length, in seconds, of the periods from whose paces the error of the mean pace is computed."""
 ENOUGH_STRETCHES = 4
-"""Smallest number of periods from which the error of the mean is computed."""
 SURE = 2.0
-"""A difference of this number of standard errors counts as a slower machine."""
 LEAST_GAIN = 0.1
 """A faster pace counts as a change if steps are shorter than planned by this share. Running slightly slow costs less
 than breaking a bound, so speed-ups need more evidence than slow-downs.
@@ -43,7 +37,6 @@ than breaking a bound, so speed-ups need more evidence than slow-downs.
 COMPARED_SHARE = 1 / 8
 """At least this share of all steps are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
-"""If steps take longer than this, every step is compared. A comparison takes a tenth of a millisecond."""
 RISE = 1.25
 """The arrival rate counts as changed if it exceeds both the rate at the last observation and the plan's highest rate by
 this factor. The factor exceeds 1 by two relative standard errors of a rate computed from `RATE_REQUESTS` Poisson
@@ -60,7 +53,6 @@ def is_slower(slowdown: float, other: float, spread: float) -> bool:
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether two slowdowns differ by more than repeated measurements of the same engine do."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
@@ -85,9 +77,7 @@ class MeasuredPace:
         self._num_steps, self._step_s = 0, 0.0
         self._first_s = self._last_s = 0.0
         self._stretch_s = self._stretch_measured_s = self._stretch_predicted_s = 0.0
-        """Start and sums of the current period."""
         self._stretches: deque[float] = deque(maxlen=round(PACE_MEMORY_S / STRETCH_S))
-        """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
         """The choice does not follow a policy's cycle, so all kinds of steps are compared equally often."""
@@ -169,9 +159,6 @@ class Snapshot(NamedTuple):
 class Observer:
     """Compares what an engine serves with its plan: request lengths, arrival rate, pace of steps, prefix reuse and
     goodput.
-
-    Attributes:
-        pace: ratio of measured step times to the plan's predictions.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -181,14 +168,11 @@ class Observer:
         self.pace = MeasuredPace()
         self.goodput = Goodput()
         self._has_judged_missed = False
-        """Whether there was an observation since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
         """The slowdown in the last observation. Only a different slowdown leads to a new observation."""
         self._since_s = -inf
-        """Arrival time of the first request with the current lengths."""
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        """Share of reused prompt tokens in the last observation."""
         self._judged_common: list[Common] | None = None
         """The requests from which `_judged_share` was computed. None means that `_judged_share` is the plan's own
         share.
@@ -198,9 +182,7 @@ class Observer:
         observation.
         """
         self._looked_at_arrival = 0
-        """Number of arrivals at the last examination."""
         self._num_ended = 0
-        """Number of ended requests since the last examination."""
         self._looked_s = -inf
 
     @property

@@ -18,15 +18,11 @@ from xgpt.core.io import cache_dir, write_atomic
 from xgpt.core.schema import PACES_AT_REST, SERVED, Plan
 
 KEPT = 200
-"""Largest number of loads that are recorded for each kind of device and engine."""
 ENOUGH = 8
-"""Smallest number of recorded loads from which the usual paces are computed."""
 KEPT_S = 30 * 86400.0
-"""Loads older than this are ignored."""
 INSIDE = (0.05, 0.95)
 """Quantiles of the recorded paces that bound the usual range. Nine of ten loads are inside."""
 NARROWEST = (0.97, 1.05)
-"""The usual range is at least this wide."""
 
 
 def record(plan: Plan, pace: float) -> None:
@@ -35,7 +31,6 @@ def record(plan: Plan, pace: float) -> None:
     Args:
         plan: the served plan. Nothing is recorded unless its profile was fitted to a served engine. Other profiles have
             a known error.
-        pace: measured time of the load's steps divided by their time in the profile.
     """
     if SERVED not in plan.profile.provenance:
         return

@@ -25,13 +25,9 @@ MOST_KEYS = 131_072
 """Largest number of blocks of the remembered requests. Their keys take one megabyte."""
 MOST_REQUESTS = 2048
 ENOUGH = 150
-"""Smallest number of requests from which a change is detected."""
 LEAST_CHANGE = 0.1
-"""A smaller difference in the reused share of prompt tokens does not count as a change."""
 SURE = 4.0
-"""A difference of fewer standard errors does not count as a change."""
 SIZES = 12
-"""Number of cache sizes in an observed reuse curve."""
 
 
 @dataclass(slots=True)
@@ -86,7 +82,6 @@ class ReuseWindow:
             self._num_keys -= len(gone.keys) + len(gone.left)
 
     def forget_before(self, first: Common) -> None:
-        """Drop the requests before `first`, since their reuse was different."""
         if any(request is first for request in self._requests.values()):
             while next(iter(self._requests.values())) is not first:
                 _, gone = self._requests.popitem(last=False)
@@ -129,7 +124,6 @@ def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None
 
 
 def share_of(requests: Sequence[Common]) -> tuple[float, float]:
-    """Return the share of prompt tokens that requests found in the cache, and its standard error."""
     inputs = np.array([request.input_length for request in requests], float)
     found = np.array([request.found or 0 for request in requests], float)
     share = float(found.sum() / inputs.sum())

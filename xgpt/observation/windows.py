@@ -20,11 +20,9 @@ from xgpt.core.workload import binned
 Array = npt.NDArray[np.float64]
 
 WINDOW = 2048
-"""Largest number of remembered requests."""
 HALF_LIFE = 1024
 """A request has half of its weight once this number of later requests have arrived."""
 MIN_FINISHED = 100
-"""Smallest number of finished requests from which a change is detected."""
 MIN_CENSORED = 25
 """Smallest number of finished requests if most requests wait or are cancelled before their first token. It is then used
 instead of `MIN_FINISHED`.
@@ -34,13 +32,10 @@ RATE_REQUESTS = 64
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
 """Shortest and longest time over which arrivals are counted. A batch of prompts arrives at one moment."""
 MOST_ARRIVALS = 4096
-"""Largest number of remembered arrivals."""
 FALSE_ALARM = 1e-4
 """Probability of a false alarm in one examination. 10,000 requests lead to hundreds of examinations."""
 WINDOWS_A_DOUBLING = 2
-"""Number of window sizes that are examined for each doubling of the size. A window that starts before the change shows
-the change less clearly.
-"""
+"""Number of window sizes that are examined for each doubling of the size."""
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 """Requests are counted between these quantiles of the planned lengths. The outer ones show changes in the tails."""
 MOST_NATS = 500.0
@@ -58,7 +53,6 @@ class Seen:
     """A request of the window.
 
     Attributes:
-        max_output: largest number of output tokens, set by the client.
         has_ended: whether the output is complete. It stays False for a cancelled request: its full output length is
             unknown, but is at least `generated`.
     """
@@ -177,7 +171,6 @@ class Sample:
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
     def arrival_rate_per_s(self) -> float | None:
-        """Return the rate of the latest arrivals in requests per second, or None if there are too few arrivals."""
         latest = self.arrival_s[-RATE_REQUESTS:]
         span_s = float(latest[-1] - latest[0])
         return (len(latest) - 1) / span_s if span_s > 0 and len(latest) == RATE_REQUESTS else None
@@ -192,8 +185,6 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
 
 
 class Goodput:
-    """The share of the latest requests that kept their bounds."""
-
     def __init__(self) -> None:
         self._kept: deque[bool] = deque(maxlen=WINDOW)
 
@@ -213,7 +204,6 @@ class Goodput:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """Return the observation of a sample. It states how far the observed lengths are from the planned lengths."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -229,7 +219,6 @@ def observe(
 
 
 def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
-    """Return the observation of a trace. All its requests count as finished."""
     observed = Workload(name="observed", input=binned(inputs), output=binned(outputs))
     return Observation(
         workload=observed,
@@ -254,7 +243,6 @@ def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
 
 
 def wasserstein(a: Histogram, b: Histogram) -> float:
-    """Return the Wasserstein distance W_1 between two distributions of lengths, in tokens."""
     lengths = np.union1d(a.lengths, b.lengths)
     return float(np.abs(_below(a, lengths) - _below(b, lengths))[:-1] @ np.diff(lengths.astype(float)))
 
@@ -304,7 +292,6 @@ def surprise_of_shares(counted: Array, expected: Array, size: float, planned_siz
 
 
 def _divergence(shares: Array, to: Array) -> float:
-    """Return the Kullback-Leibler divergence of `shares` from `to`, in nats."""
     some = shares > 0
     return float(shares[some] @ np.log(shares[some] / to[some]))
 

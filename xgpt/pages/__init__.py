@@ -44,7 +44,6 @@ def render_live(heading: str, warning: str | None = None) -> str:
 
 
 def render_ui() -> str:
-    """Return the planning page. The page sends questions to its server, and can run no script but its own."""
     return _render_alive("ui")
 
 

@@ -47,8 +47,6 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of a timeline. Its times are in seconds from the timeline's left edge."""
-
     row: int
     start_s: float
     end_s: float
@@ -103,7 +101,6 @@ def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: s
 def frontier(
     lines: Sequence[Series], chosen: tuple[float, float], bound_s: float | None, alt: str, caption: str
 ) -> Chart:
-    """Draw for each policy the highest throughput (requests per second) over the latency (seconds)."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 4)
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -124,7 +121,6 @@ def frontier(
 
 
 def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float, alt: str, caption: str) -> Chart:
-    """Draw each bounded time as a share of its bound over the arrival rate, with the user's load."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 4)
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -148,7 +144,6 @@ def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float
 def memory(
     devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
 ) -> Chart:
-    """Draw each device's memory by use, and the limit, in GiB."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 0.9 + 0.3 * len(devices))
         left = [0.0] * len(devices)
@@ -179,7 +174,6 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
 
 
 def rounds(rates: Sequence[float], errors: Sequence[float], most_per_s: float, alt: str, caption: str) -> Chart:
-    """Draw measured rates in their order, the best so far, and the rate that no setting exceeds."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 3)
         at = range(1, len(rates) + 1)
@@ -195,8 +189,6 @@ def rounds(rates: Sequence[float], errors: Sequence[float], most_per_s: float, a
 
 
 class DayChart(NamedTuple):
-    """What a day's chart shows for each interval: load, replicas, share of requests within the bounds, and cost."""
-
     hours: Sequence[float]  # the intervals' edges
     load: Sequence[float]  # requests a second
     replicas: dict[str, Sequence[int]]
@@ -207,7 +199,6 @@ class DayChart(NamedTuple):
 
 
 def day(chart: DayChart, *, alt: str, caption: str) -> Chart:
-    """Draw a day's load, replicas, share of requests within the bounds, and cost, one chart below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))
         arriving, running, keeping, costing = figure.subplots(4, 1, sharex=True)

@@ -45,14 +45,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
 
 
 def located(plan: Plan, checkpoint: str | None = None) -> Plan:
-    """Return the plan with the local path of its checkpoint.
-
-    Args:
-        checkpoint: directory of the weights. None means the checkpoint that the plan names.
-
-    Raises:
-        InputError: the weights are not on this machine.
-    """
+    """Return the plan with the local path of its checkpoint."""
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
             raise InputError("checkpoint", checkpoint, "there is no such directory; check the path")
@@ -78,9 +71,6 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
     Args:
         given: the plan's profile, or its path. None means the copy on this machine.
         replan: whether the server re-plans. This needs the plan's profile.
-
-    Raises:
-        InputError: `given` is not the plan's profile.
     """
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
     if (device := _device_here(plan)) != plan.cluster.device.name:
@@ -101,9 +91,6 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """Return the name of this machine's kind of device. A CPU counts as divided into as many devices as the plan's
-    cluster has.
-    """
     here = detect()
     if here.device.type == "cpu":
         here = detect(min(plan.cluster.devices_per_node, num_cores()))
@@ -147,12 +134,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Check that a newly made plan's engine can run it on this machine. The weights are not checked.
-
-    Raises:
-        MachineError: devices or memory are missing.
-        InputError: the engine cannot run the plan's policy, or the model does not run in the plan's dtype.
-    """
+    """Check that a newly made plan's engine can run it on this machine. The weights are not checked."""
     if runs_by_itself(plan):
         check_devices(plan)
     elif plan.profile.engine == "vllm":
@@ -162,12 +144,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> None:
-    """Check that an engine can run a plan on this machine. The weights are not checked.
-
-    Raises:
-        MachineError: devices or memory are missing.
-        InputError: the plan is for another engine, or the model does not run in the plan's dtype.
-    """
+    """Check that an engine can run a plan on this machine. The weights are not checked."""
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
     check_own_schedule(plan)
     check_engine(plan, engine)
@@ -199,12 +176,7 @@ def _allocated_bytes(plan: Plan) -> list[int]:
 
 
 def check_xgpt_runs(plan: Plan, ray: str | None) -> None:
-    """Check that xgpt's own engine can run a plan on this machine, or on the machines of a Ray cluster.
-
-    Raises:
-        MachineError: devices or memory are missing.
-        InputError: as `check_runs` and `check_runs_on_ray` do.
-    """
+    """Check that xgpt's own engine can run a plan on this machine, or on the machines of a Ray cluster."""
     if ray is None:
         check_runs(plan)
     else:
@@ -212,12 +184,7 @@ def check_xgpt_runs(plan: Plan, ray: str | None) -> None:
 
 
 def check_runs_on_ray(plan: Plan, address: str) -> None:
-    """Check that xgpt's own engine can run a plan on the machines of a Ray cluster.
-
-    Raises:
-        InputError: Ray is not installed, no Ray cluster answers, the plan is for another engine, or a replica's devices
-            do not divide evenly among machines.
-    """
+    """Check that xgpt's own engine can run a plan on the machines of a Ray cluster."""
     if find_spec("ray") is None:
         raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
     check_own_schedule(plan)
@@ -232,11 +199,7 @@ def check_runs_on_ray(plan: Plan, address: str) -> None:
 
 
 def nodes_of(plan: Plan, devices: int) -> int:
-    """Return the number of machines among which `devices` devices of a replica are divided.
-
-    Raises:
-        InputError: the devices do not divide evenly among the machines.
-    """
+    """Return the number of machines among which `devices` devices of a replica are divided."""
     per_node = plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
     if devices % nodes:
@@ -246,11 +209,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that xgpt's scheduler can run a plan: that it has neither drafts nor experts that replicas share.
-
-    Raises:
-        InputError: the plan has drafts, or experts that replicas share.
-    """
+    """Check that xgpt's scheduler can run a plan: that it has neither drafts nor experts that replicas share."""
     if plan.sharing_replicas > 1:
         accepted = (
             "xgpt's scheduler cannot share experts among replicas: run the engine's command that `xgpt plan` prints, "
@@ -287,11 +246,7 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
 
 
 def check_vllm_runs(plan: Plan) -> None:
-    """Check that vLLM with xgpt's scheduler can run a plan. This machine is not checked.
-
-    Raises:
-        InputError: vLLM cannot run the plan, for the reason in the message.
-    """
+    """Check that vLLM with xgpt's scheduler can run a plan. This machine is not checked."""
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "only vLLM's own scheduler can manage the states of its recurrent layers: run it with that scheduler"

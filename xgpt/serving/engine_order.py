@@ -6,13 +6,7 @@ from xgpt.core.schema import Batching, Frozen, Plan
 
 
 class EngineOrder(Frozen):
-    """The plan that an engine's process runs, with its options.
-
-    Attributes:
-        ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        rule: MODULE:NAME of a rule of one's own in place of the plan's.
-        core_waits: whether each step's record states how long the step's threads waited for a core.
-    """
+    """The plan that an engine's process runs, with its options."""
 
     plan: Plan
     batching: Batching

@@ -64,7 +64,6 @@ def build_engine(
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        rule: a rule of one's own in place of the plan's.
 
     Raises:
         InputError: the plan is for another engine, the plan cannot be combined with `batching`, or no Ray cluster
@@ -113,9 +112,7 @@ def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
 
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
-    """Return a function that changes the worker to another plan: it allocates the plan's K/V memory. The weights stay
-    loaded.
-    """
+    """Return a function that changes the worker to another plan: it allocates the plan's K/V memory."""
     # `deploy` must not refer to the old worker, whose memory must be freed before the next worker's is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
@@ -132,8 +129,6 @@ def _redeployer(worker: Worker, plan: Plan) -> Deployer:
 
 
 def _redeployer_of(workers: RemoteExecutor) -> Deployer:
-    """Return a function that assigns another plan's stages to the same workers. Each worker then loads its new part."""
-
     def deploy(schedule: Schedule) -> Executor:
         nonlocal workers
         workers = workers.redeployed(schedule.stages)
@@ -167,7 +162,6 @@ def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
 
 
 END_S = 20.0
-"""After the front has ended, the current step and the workers must end within this number of seconds."""
 
 
 def main() -> None:

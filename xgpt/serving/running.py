@@ -92,12 +92,7 @@ def running(
 
 
 def start_engine(plan: Plan, request: ServeFields, machines: Machines | None = None) -> RemoteEngine:
-    """Start a plan's engine: xgpt's in a separate process, or vLLM. Return the engine once it is ready for requests.
-
-    Raises:
-        InputError: the plan cannot be run in the requested way.
-        MachineError: the engine does not start.
-    """
+    """Start a plan's engine: xgpt's in a separate process, or vLLM. Return the engine once it is ready for requests."""
     if request.engine == "vllm":
         return VllmEngine(plan, reuse=request.reuse, machines=machines)
     check_engine(plan, "xgpt")
@@ -145,11 +140,7 @@ def _planner(plan: Plan, request: ServeFields) -> BackgroundPlanner | None:
 
 
 def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
-    """Return the planner for re-planning, or None if the plan's profile is not on this machine (see `missing`).
-
-    Raises:
-        InputError: `given` is not the plan's profile.
-    """
+    """Return the planner for re-planning, or None if the plan's profile is not on this machine (see `missing`)."""
     try:
         return BackgroundPlanner(plan, profile_of(plan, given))
     except InputError:

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 class ServeRequest(ServeFields):
-    """A request to serve a plan. Its methods check it, and read its keys, limits and certificates."""
-
     def keys(self, plan: Plan) -> ApiKeys | None:
         """Return the API keys in `api_key_file`, or None if no file is given.
 
@@ -61,11 +59,7 @@ class ServeRequest(ServeFields):
         return keys
 
     def tls(self) -> SSLContext | None:
-        """Return the TLS context, or None if no certificate is given.
-
-        Raises:
-            InputError: the certificate cannot be read, or does not match its key.
-        """
+        """Return the TLS context, or None if no certificate is given."""
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
                 raise InputError(KEY, str(self.ssl_keyfile), "it needs `ssl_certfile`")
@@ -73,19 +67,12 @@ class ServeRequest(ServeFields):
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
     def classes(self, plan: Plan) -> Classes:
-        """Return the settings of the plan's classes of requests.
-
-        Raises:
-            InputError: the request names a class that the plan does not have.
-        """
+        """Return the settings of the plan's classes of requests."""
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
         """Return the limits on requests. The default of max_tokens is `default_max_tokens` or else the checkpoint's
         max_new_tokens.
-
-        Raises:
-            InputError: the limits contradict each other.
         """
         default, most = self.default_max_tokens, self.max_max_tokens
         if default is None and plan.checkpoint is not None and (named := default_output(Path(plan.checkpoint))):
@@ -99,12 +86,7 @@ class ServeRequest(ServeFields):
         )
 
     def check_batching(self, plan: Plan) -> None:
-        """Check that the engine and the plan support `batching`.
-
-        Raises:
-            InputError: `batching` is not flat, but vLLM runs the plan, or the plan does not run whole batches on one
-                device.
-        """
+        """Check that the engine and the plan support `batching`."""
         if self.batching == "flat":
             return
         if self.engine != "xgpt":
@@ -124,11 +106,7 @@ class ServeRequest(ServeFields):
         policies.build(plan, load_rule(self.rule))
 
     def check_reuse(self, plan: Plan) -> None:
-        """Check that reuse is on if the plan counts on it. Otherwise the plan's figures would be wrong.
-
-        Raises:
-            InputError: reuse is off. The message names the option that turns it off.
-        """
+        """Check that reuse is on if the plan counts on it. Otherwise the plan's figures would be wrong."""
 
         in_vllm = self.engine == "vllm"
         off = {
@@ -146,11 +124,7 @@ class ServeRequest(ServeFields):
         raise InputError(field, getattr(self, field), accepted)
 
     def check_machines(self) -> None:
-        """Check that the engine supports the options for several machines.
-
-        Raises:
-            InputError: xgpt's own engine gets options other than `ray`, or vLLM gets `ray`.
-        """
+        """Check that the engine supports the options for several machines."""
         if self.engine == "vllm":
             if self.ray is not None:
                 raise InputError("ray", self.ray, "vLLM reaches other machines through `nnodes`: leave `ray` out")
@@ -223,7 +197,6 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check that the port is free. This comes before the engine's start, which takes long."""
     try:
         check_address(request.host, request.port)
     except MachineError as error:
@@ -351,9 +324,6 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 def follow_first(plan: Plan, machines: Machines) -> None:
     """Run this machine's part of a replica. It ends when the engine on the replica's first machine stops, or on
     SIGTERM.
-
-    Raises:
-        MachineError: the first machine cannot be reached, or refuses this machine.
     """
     ended = Event()
     with stops_on_signal(ended):

@@ -18,13 +18,7 @@ PORT = 8000
 def advise(
     tuner: Tuner, now: int | None, command: Callable[[int], str | None], *, least_gain: float = TOLERANCE
 ) -> Recommendation:
-    """Return what to run, given all measurements.
-
-    Args:
-        now: the candidate that runs now, or None.
-        command: returns what starts a candidate.
-        least_gain: smallest gain for which settings change, as a share.
-    """
+    """Return what to run, given all measurements."""
     model, draws = tuner.model, tuner.belief.draws
     standing = tuner.standing()
     means = draws.mean(axis=0)
@@ -83,7 +77,6 @@ def _range(values: Array) -> dict[str, float]:
 
 
 def rate_of_candidate(draws: Array, candidate: int) -> Ranged:
-    """Return a candidate's rate, with the range of nine of ten cases."""
     return Ranged(value=float(np.median(draws[:, candidate])), **_range(draws[:, candidate]))
 
 

@@ -30,17 +30,11 @@ SHARES = (0.5, 0.9)
 """Shares of the rate at which loads are sent: one without waiting shows the steps, one with waiting the queue."""
 LEAST_REQUESTS, MOST_REQUESTS, LOAD_S = 40, 300, 30.0
 ANSWER_S = 10.0
-"""Time within which a server must have named its model."""
 
 
 @dataclass(frozen=True)
 class LoadToSend:
-    """What a check is going to send.
-
-    Attributes:
-        loads: requests a second, and number of requests, of each load.
-        serving: number of requests of others that the server has now. None means that it does not say.
-    """
+    """What a check is going to send."""
 
     url: str
     loads: tuple[tuple[float, int], ...]
@@ -112,11 +106,7 @@ def check(
 
 
 def served_by(url: str) -> str:
-    """Return the name of the model that the server at a URL serves.
-
-    Raises:
-        MachineError: within `ANSWER_S`, nothing at the URL answers as an OpenAI-compatible endpoint does.
-    """
+    """Return the name of the model that the server at a URL serves."""
 
     async def ask() -> str:
         try:
@@ -146,7 +136,6 @@ def _sending(url: str, workload: Workload, rate_per_s: float) -> LoadToSend:
 
 
 def _of_benchmark(load: MeasuredLoad, constraint: Constraint) -> DrivenLoad:
-    """Return a benchmark's load. It states means only, so whether the bounds were kept is not known."""
     if load.rate_per_s is None:
         accepted = "it is a closed loop: give a result at an arrival rate (`vllm bench serve --request-rate`)"
         raise InputError("target", load.source, accepted)

@@ -25,27 +25,21 @@ MOST_ALLOWED = 4.0
 """After this number of requests, divided by the allowed share of late ones, the share that was seen decides."""
 LEAST_REQUESTS, MOST_REQUESTS = 30, 400
 LEAST_S = 10.0
-"""A load counts as kept only after this time: a queue needs time to grow."""
 STEP = 1.35
 """Factor between the first two rates. It is squared until one rate keeps the bounds and another breaks them."""
 MOST_STEP = 4.0
 PRECISION = 1.12
-"""The search ends when the lowest broken rate exceeds the highest kept one by at most this factor."""
 MOST_LOADS = 7
 LEAST_SHARE = 0.08
 """If the bounds are broken at this share of the expected rate, they count as broken at any rate."""
 LOST = 8
-"""Number of failed requests in a row after which the server counts as lost."""
 
 
 class Goals(NamedTuple):
-    """The bounds of a constraint, as a client checks them."""
-
     constraint: Constraint
 
     @property
     def allowed(self) -> float:
-        """Share of requests that may break the bounds."""
         return 1 - self.constraint.quantile
 
     def is_kept(self, result: ClientResult) -> bool:
@@ -57,8 +51,6 @@ class Goals(NamedTuple):
 
 
 class SequentialTest:
-    """Decides from one request after the other whether too many are late."""
-
     def __init__(self, allowed: float) -> None:
         rare, often = RARE * allowed, min(OFTEN * allowed, (1 + allowed) / 2)
         self._late, self._kept = log(often / rare), log((1 - often) / (1 - rare))
@@ -73,7 +65,6 @@ class SequentialTest:
 
     @property
     def verdict(self) -> bool | None:
-        """Whether the bounds are kept, or None if this is not clear yet."""
         count = self.num_kept + self.num_late
         if self.score >= CERTAIN and self.num_late > 1:
             return False
@@ -171,8 +162,6 @@ def _gap_s(result: ClientResult) -> float:
 
 
 class Highest(NamedTuple):
-    """The highest rate that keeps the bounds, its relative standard deviation, and the loads that were sent."""
-
     rate_per_s: float
     error: float
     loads: tuple[DrivenLoad, ...]

@@ -29,20 +29,15 @@ STOP_S = 30.0
 MEMORY = re.compile(
     r"out of memory|memory|KV cache|no available .*block|larger than the maximum number of tokens", re.I
 )
-"""Words in an engine's last error if it lacks memory."""
 
 
 class DidNotStart(MachineError):
-    """An engine that ended before it was ready."""
-
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine did not start: {cut(' '.join(reason.split()))}")
         self.for_memory = MEMORY.search(reason) is not None
 
 
 class Host(Protocol):
-    """Where engines are started."""
-
     def run(self, words: Sequence[str], until_s: float) -> AbstractContextManager[str]:
         """Start an engine, yield its URL when it is ready, and end it.
 
@@ -77,8 +72,6 @@ def wait_ready(url: str, until_s: float, has_ended: Callable[[], str | None] = l
 
 
 class Vllm:
-    """Starts vLLM on this machine, from the environment that XGPT_VLLM_PYTHON names."""
-
     @contextmanager
     def run(self, words: Sequence[str], until_s: float) -> Iterator[str]:
         variables, rest = split(words)
@@ -102,7 +95,6 @@ class Vllm:
 
 
 def parted(words: Sequence[str], flags: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command without the flags that match, and these flags with their values."""
     others, matching, left = list[str](), list[str](), iter(words)
     for word in left:
         name, equals, _ = word.partition("=")
@@ -185,7 +177,6 @@ class Manual:
 
 
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables at the beginning of a command, and the command's other words."""
     rest = list(words[1:] if words[:1] == ["env"] else words)
     variables: dict[str, str] = {}
     while rest and re.fullmatch(r"[A-Za-z_]\w*=.*", rest[0]):
@@ -195,8 +186,6 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 class ProcessorUse(NamedTuple):
-    """Processor time of ended children in seconds, and the machine's load average."""
-
     processor_s: float
     load_average: float
 

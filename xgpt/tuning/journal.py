@@ -42,7 +42,6 @@ class Journal:
         self._append(search.model_dump_json())
 
     def add(self, run: TuneRun) -> None:
-        """Add a finished run, and write it to the disk."""
         self.runs.append(run)
         if self._path is not None:
             self._append(run.model_dump_json())
@@ -82,11 +81,7 @@ def _runs_in(path: Path, search: TuneJournal) -> list[TuneRun]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Hold the lock of this machine's searches: two of them would disturb each other's measurements.
-
-    Raises:
-        MachineError: another search holds it.
-    """
+    """Hold the lock of this machine's searches: two of them would disturb each other's measurements."""
     path = cache_dir() / "tune.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:

@@ -41,7 +41,6 @@ class Buckets(NamedTuple):
         return self.total / self.size if self.size else None
 
     def less(self, before: Buckets | None) -> Buckets:
-        """Return what was added since an earlier page."""
         if before is None or len(before.edges) != len(self.edges) or self.size < before.size:
             return self
         return Buckets(self.edges, np.maximum(self.counts - before.counts, 0.0), self.total - before.total)
@@ -51,8 +50,6 @@ class Buckets(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page of an engine's metrics. What the page lacks is missing."""
-
     histograms: Mapping[str, Buckets]
     counters: Mapping[str, float]
     gauges: Mapping[str, float]
@@ -60,7 +57,6 @@ class Page(NamedTuple):
 
     @property
     def outstanding(self) -> float:
-        """Number of requests that run or wait."""
         return sum(self.gauges.values())
 
     def since(self, before: Page) -> Page:
@@ -120,6 +116,5 @@ def _buckets(cumulative: Mapping[float, float], total: float) -> Buckets:
 
 
 def read_page(url: str) -> Page | None:
-    """Read the metrics of the server at `url`, or return None if it has none that are known."""
     samples = read_samples(url, KNOWN, TIMEOUT_S, own_api_key())
     return None if samples is None else page_of(samples)

@@ -33,11 +33,7 @@ MOST_VARIANTS = 16
 
 
 def variants_of(also: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the words of all combinations of flags, each given as FLAG or FLAG=VALUE,VALUE. The first has none.
-
-    Raises:
-        InputError: a flag is given twice, or there are more than `MOST_VARIANTS` combinations.
-    """
+    """Return the words of all combinations of flags, each given as FLAG or FLAG=VALUE,VALUE. The first has none."""
     choices: list[list[tuple[str, ...]]] = []
     for text in also:
         name, equals, values = text.partition("=")
@@ -56,11 +52,7 @@ class EngineProblem:
     """The settings to choose among.
 
     Attributes:
-        problem: for the engine's own scheduler.
-        prior: how much is known of its times. None means what its profile's source says.
-        now: plan with the settings that run now, or None.
         kept: options of the present command that other settings' commands repeat.
-        command: the present command, or "".
         variants: further words of the command, each of which is tried. The first has none.
     """
 
@@ -90,7 +82,6 @@ class EngineProblem:
 SIZES = re.compile(
     r"--(max[-_]num[-_]batched[-_]tokens|max[-_]num[-_]seqs|chunked[-_]prefill[-_]size|max[-_]running[-_]requests)"
 )
-"""The flags that a search changes."""
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:
@@ -98,7 +89,6 @@ def _shape(plan: Plan) -> tuple[object, ...]:
 
 
 def _resized(command: str, other: str) -> str:
-    """Return a command with the sizes of another one."""
     return shlex.join([*parted(shlex.split(command), SIZES)[0], *parted(shlex.split(other), SIZES)[1]])
 
 
@@ -162,6 +152,5 @@ def _resolved(
 
 
 def _as_of(profile: Profile, framework: str, version: str) -> Profile:
-    """Return a profile of xgpt's own engine as a guess of another engine's."""
     provenance = {name: text for name, text in profile.provenance.items() if name != SERVED}
     return profile.but(engine=framework, engine_version=version, jitter=None, provenance=provenance)

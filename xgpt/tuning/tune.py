@@ -25,9 +25,7 @@ from xscheduler.tuning.model import EngineModel, MeasuredTimes
 from xscheduler.tuning.tuner import Tuner
 
 LEAST_BUDGET_S = 60.0
-"""A budget below this is not enough for one start and one load."""
 MOST_RUNS = 60
-"""Largest number of measurements."""
 IDLE_RUNS, IDLE_GAIN = 8, 0.01
 """After this number of measurements, none of which is better than all before by this share, the search ends."""
 MOST_FAILURES = 3
@@ -36,24 +34,14 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True)
 class Told:
-    """What a search tells while it runs.
-
-    Attributes:
-        start: called with the command of each engine before it starts, and the predicted rate.
-        end: called with each finished run, and what is believed then.
-    """
+    """What a search tells while it runs."""
 
     start: Callable[[str, float], None] = lambda command, rate_per_s: None
     end: Callable[[TuneRun, Standing], None] = lambda run, standing: None
 
 
 class Search:
-    """A search among an engine's settings.
-
-    Raises:
-        InputError: the journal is of another search, or the engine has no command for these settings.
-        InfeasibleError: the model does not fit.
-    """
+    """A search among an engine's settings."""
 
     def __init__(
         self, asked: EngineProblem, host: Host, journal: Path | None = None, *, resume: bool = False, seed: int = 0
@@ -115,7 +103,6 @@ class Search:
         )
 
     def _next(self, standing: Standing) -> int | None:
-        """Return what to measure: first what runs now, then what can change the decision most."""
         measured = {found.candidate for found in self.tuner.belief.measured} | self.tuner.belief.excluded
         if self.now is not None and self.now not in measured:
             return self.now

@@ -57,7 +57,6 @@ def watch(
 
 
 def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> tuple[WatchAlarm, Plan | None]:
-    """Return an alarm about lengths with what re-planning decides, and the plan to run instead, if there is one."""
     plan, workload = watcher.plan, watcher.observed()
     observation = Observation(
         workload=workload,
@@ -77,7 +76,6 @@ def replanned(alarm: WatchAlarm, watcher: Watcher, profile: Profile) -> tuple[Wa
 
 
 def post(url: str, alarm: WatchAlarm) -> bool:
-    """Post an alarm. Return whether the receiver took it."""
     try:
         return 200 <= answer_of(url, seconds=HOOK_S, body=alarm.model_dump_json().encode())[0] < 300
     except Failure:

@@ -19,7 +19,6 @@ from xgpt.tuning.metrics import Buckets, Page
 FALSE_ALARM = 1e-8
 """Probability of a false alarm in one examination. An hour has 720 of them, each of several windows."""
 LEAST_REQUESTS = 100
-"""Smallest number of requests from which a change is seen."""
 CONFIRMED = 8
 """Number of examinations in a row in which lengths must differ. Most of the latest requests then have the new ones."""
 MOST_READINGS = 720
@@ -30,22 +29,15 @@ SLOWER = 1.2
 SAME_RATE = 1.25
 """Gaps are compared only between rates that differ by at most this factor, since they grow with the load."""
 REUSED = 0.1
-"""Reuse changed if the share of reused prompt tokens differs by this."""
 
 
 class Reading(NamedTuple):
-    """What was added to an engine's counters between two readings."""
-
     seconds: float
     page: Page
 
 
 class Watcher:
-    """Compares readings with a plan.
-
-    Attributes:
-        workload: the lengths with which readings are compared: the plan's, or those of the last alarm.
-    """
+    """Compares readings with a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.workload = plan, plan.workload
@@ -54,9 +46,7 @@ class Watcher:
         self._reuse = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._rate = rate_of(plan) if plan.constraint.maximises_arrivals else float("inf")
         self._suspected: dict[str, int] = {}
-        """By kind of length: number of examinations in a row in which it differed."""
         self._usual: list[tuple[float, float]] = []
-        """Rate and gap between tokens of the first readings."""
 
     def note(self, now_s: float, page: Page) -> WatchAlarm | None:
         """Add a page, and return an alarm if an assumption no longer holds. The same change alarms once."""
@@ -70,11 +60,9 @@ class Watcher:
         return None
 
     def observed(self) -> Workload:
-        """Return the lengths of the latest requests, each as its bucket's middle."""
         return Workload(name="observed", input=self._histogram("input"), output=self._histogram("output"))
 
     def _windows(self, name: str) -> Iterator[tuple[Buckets, int]]:
-        """Yield the latest lengths, of twice as many readings each time."""
         total: Buckets | None = None
         following = 1
         for count, reading in enumerate(reversed(self._readings), 1):

@@ -50,28 +50,21 @@ class Queue:
         self.patience_ns = patience_ns
         self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """Requests that have never run ("new" requests), by id, in order of arrival."""
         self._numbers: dict[int, int] = {}
-        """By id: the number of each new request, counted in order of arrival."""
         self._returned: dict[int, Request] = {}
-        """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
         self._level = 0.0
         """Tokens charged to the account of the last admitted request, divided by the account's share."""
         self._deadlines: list[Entry] = []
         self._number = 0
         self._taken: dict[int, int] = {}
-        """By id: the numbers of the requests that `fill_row` has taken."""
         self.longest_by_utility = 0
         """Length of the longest prompt that das chose only by its utility for the row that was filled last. 0 means
         that there is none.
         """
         self.now_ns = 0
-        """Time of the last `expire`."""
         self.has_accounts = False
-        """Whether a request has come from an account with a name."""
         self._next: _NextRequest | None = None
-        """The result of `_choose`, until the queue changes."""
 
     def fresh(self) -> Queue:
         return Queue(self._make_order, self.patience_ns)
@@ -116,7 +109,6 @@ class Queue:
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request after all others of its account."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
@@ -275,12 +267,9 @@ class _Account:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """Pairs (time at which a request began to wait, request)."""
         self.priority = 0
         self.served = 0.0
-        """Tokens charged to the account, divided by its share."""
         self._arrived: list[Entry] = []
-        """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
         """Whether an overdue request may enter next. After each overdue request, one request enters in order."""
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from xgpt.core.schema.step_log import Chain
 
 NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
-"""The empty mapping from requests to chains."""
 
 
 class BlockTable:
@@ -37,11 +36,7 @@ class BlockTable:
 
 
 class FoundBlocks(NamedTuple):
-    """The cached blocks that match the beginning of a chain.
-
-    Attributes:
-        num_used: number of these blocks that are in use. Sharing them takes no further memory.
-    """
+    """The cached blocks that match the beginning of a chain."""
 
     chain: Chain
     most: int
@@ -58,9 +53,7 @@ class Blocks:
     def __init__(self, count: int) -> None:
         self.count = count
         self._num_touched = 0
-        """Blocks [0, num_touched) have been given to a request at least once."""
         self._free: list[int] = []
-        """The free blocks in [0, num_touched)."""
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
@@ -76,7 +69,6 @@ class Blocks:
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that requests use, each counted once."""
         return self._num_touched - len(self._free) - len(self._kept)
 
     @property
@@ -101,12 +93,10 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Return how many blocks of a table no other request uses. Blocks in `others` do not count."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Return a new block table with the blocks that `find` has just returned."""
         uses = self._uses
         for block in found:
             if not uses[block]:
@@ -131,7 +121,6 @@ class Blocks:
         return block
 
     def name(self, table: BlockTable, chain: Chain, count: int) -> None:
-        """Register the first `count` blocks of a table under the keys of a chain."""
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]

@@ -55,12 +55,7 @@ def build(plan: PlanDraft, rule: Rule | None = None) -> Schedule:
 
 
 def build_rows(plan: PlanDraft, batching: Batching) -> OneLane:
-    """Return the schedule, without requests, of a plan that runs whole batches in rows.
-
-    Raises:
-        InputError: the plan does not run whole batches on one device, or has attention or int8 K/V that rows do not
-            support.
-    """
+    """Return the schedule, without requests, of a plan that runs whole batches in rows."""
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
     count = plan.num_devices
@@ -90,7 +85,6 @@ def build_rows(plan: PlanDraft, batching: Batching) -> OneLane:
 
 
 def row_tokens(plan: PlanDraft) -> int:
-    """Return the prompt tokens of a row (TCB's L): the value that the user fixed, or the workload's longest prompt."""
     return _held(plan, "row_tokens", plan.workload.input.lengths[-1])
 
 

@@ -29,7 +29,6 @@ class Pace(NamedTuple):
     """The predicted prefill time per prompt token while the present requests decode.
 
     Attributes:
-        token_ns: nanoseconds per prompt token, without attention.
         at_once: number of prompts that a pipeline's micro-batches prefill concurrently, each at `token_ns` per token.
     """
 
@@ -50,8 +49,6 @@ class Job(NamedTuple):
 
 
 class FirstTokens(NamedTuple):
-    """The bound on TTFT, and the step times from which prefill times are predicted."""
-
     clock: StepClock
     ttft_ns: int
     at_once: int = 1
@@ -126,7 +123,6 @@ class InTimeOrder(Order):
         self.first_tokens = first_tokens
         self._now_ns = 0
         self._jobs: list[Job] = []
-        """Jobs of the requests that could be in time, sorted by due time."""
         self._of: dict[int, tuple[Job, Request]] = {}
         self._late = SortedOrder()
         self._by_latest: list[Entry] = []

@@ -14,7 +14,6 @@ class KvMemory:
     """The K/V blocks of the lanes, with the rule for promising memory to requests.
 
     Args:
-        kv: "reserve" or "quantile" (see `Pool`).
         encoder: whether an encoder reads the prompts. Memory then also holds the decoder's start token.
         is_whole: whether every request is promised memory for its maximum output, whatever its own `promised_output`.
 
@@ -35,7 +34,6 @@ class KvMemory:
 
     @property
     def num_reserved(self) -> int:
-        """Number of blocks in use or promised."""
         return self.decodes.num_used + self.num_promised
 
     @property
@@ -75,7 +73,6 @@ class KvMemory:
         return missing
 
     def open(self, request: Request) -> None:
-        """Give an entering request its block table, which begins with the cached blocks of its first tokens."""
         request.blocks = self._blocks_to_enter(request)
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
@@ -128,12 +125,10 @@ class KvMemory:
         request.blocks = 0
 
     def tokens_to_move(self, request: Request) -> int:
-        """Return how many prompt tokens of a running request were not cached in the decode lane when it entered."""
         assert request.table is not None
         return request.input_length - request.table.found * self.block_size
 
     def forget_prompt(self, request: Request) -> None:
-        """Release a request's blocks in the encode lane."""
         if request.table is not None:
             self.decodes.name(request.table, request.chain, request.encoded // self.block_size)
         if request.prompt_table is not None:
@@ -141,7 +136,6 @@ class KvMemory:
             request.prompt_table = None
 
     def name_prompt(self, request: Request) -> None:
-        """Give keys to the full, computed blocks of a prompt."""
         if not request.chain:
             return
         count = request.encoded // self.block_size

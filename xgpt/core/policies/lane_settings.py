@@ -23,7 +23,6 @@ class LaneSettings:
     """The settings that distinguish one single-lane policy from another.
 
     Attributes:
-        encode_every: number of decode iterations between two steps that encode (only without `mix`).
         encode_tokens: target mean number of prompt tokens in a step that encodes. None means no target.
         carried_batch: planned mean number of decoding requests when a phase begins (only with `encode_tokens`).
         decode_batch: planned mean number of decoding requests after a phase's encode step (only with `encode_tokens`).
@@ -41,8 +40,6 @@ class LaneSettings:
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests' next tokens are due, instead of by
             `token_budget` (only with `mix`).
-        first_tokens: bound on TTFT and step times, with which late prompts are deferred. None means that no prompt is
-            deferred.
     """
 
     mix: bool
@@ -82,13 +79,7 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    """Return the settings of the scheduling rule for a policy's settings.
-
-    Args:
-        encode_tokens: the plan's mean number of prompt tokens in a step that encodes (rra only).
-        decode_batch: the plan's number of decoding requests after a phase's encode step (rra only).
-        decoding_share: share of the requests that have more than one output token and so decode (rra only).
-    """
+    """Return the settings of the scheduling rule for a policy's settings."""
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
 
@@ -155,4 +146,3 @@ RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
     "chunked": _chunked,
     "static": _static,
 }
-"""By policy: the function that derives `LaneSettings`. See `lane_settings`."""

@@ -32,7 +32,6 @@ class Order(ABC):
     """A queue of requests that have never run.
 
     Attributes:
-        is_fifo: whether requests enter in order of arrival.
         num_dominant: number of requests in the current row that were chosen only by utility (das).
     """
 
@@ -41,7 +40,6 @@ class Order(ABC):
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        """By id: the number of each request, counted in order of arrival."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -108,7 +106,6 @@ class SortedOrder(Order):
 
 
 ETA = 0.5
-"""Share of a row's requests that das chooses only by utility."""
 
 
 class DasOrder(Order):
@@ -129,21 +126,15 @@ class DasOrder(Order):
         self.row_tokens = row_tokens
         self._eta = eta
         self._heaps: dict[int, list[Entry]] = {}
-        """By length: a heap of the waiting requests, the earliest deadline first."""
         self._count: dict[int, int] = {}
         """By length: the number of waiting requests. The heaps also hold requests that have left."""
         self._lengths: list[int] = []
-        """Lengths of the waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
-        """Lengths whose earliest deadline must be updated before the next query."""
         self._room = 0
-        """Tokens left in the row."""
         self._dominant = 0
-        """Number of further requests that will be chosen for the row only by utility."""
         self.num_dominant = 0
         self._worth = 0.0
-        """Sum of the utilities of the `num_dominant` requests."""
 
     def take(self) -> Request:
         if self._lengths[0] > self._room:
@@ -255,7 +246,6 @@ class EarliestUpTo:
         return None if best is None else best[2]
 
     def _grow(self) -> None:
-        """Double the number of lengths. Each level of the tree becomes the left half of the next level."""
         tree, size = [None, self._tree[1]], 1
         while size < len(self._tree):
             tree += self._tree[size : 2 * size] + [None] * size

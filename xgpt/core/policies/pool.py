@@ -87,7 +87,6 @@ class Pool(Running):
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool: both have the same memory, promised in the same way."""
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -113,7 +112,6 @@ class Pool(Running):
 
     @property
     def scored_room(self) -> int:
-        """Number of further prompt tokens whose log probabilities the next step may compute."""
         return max(0, MOST_SCORED - self.num_scored)
 
     def can_ever_fit(self, request: Request) -> bool:
@@ -177,12 +175,7 @@ class Pool(Running):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Record the tokens of an executed step. `finished` has the ids of the requests that ended in this step.
-
-        Args:
-            outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks.
-            failed: finished requests that ended in an error. Later requests do not share their blocks.
-        """
+        """Record the tokens of an executed step. `finished` has the ids of the requests that ended in this step."""
         if batch.assumed is step:
             batch.assumed = None
         else:

@@ -27,25 +27,18 @@ class Request:
     chain: Chain = ()
     """Keys of the full blocks of the prompt. Empty means that the request shares no blocks."""
     is_scored: bool = False
-    """Whether the engine also computes the log probabilities of the prompt's tokens."""
     encoded: int = 0
     """Number of prompt tokens encoded so far. After a preemption, it also counts generated tokens."""
     cached: int = 0
-    """Number of tokens whose K/V was cached when the request last entered."""
     first_ns: int | None = None
     """Time at which the request's first decode step was scheduled, when its first token was ready. It is set only with
     slack.
     """
     blocks: int = 0
-    """Number of K/V blocks reserved for the request now, including shared blocks."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """The request's blocks in the lane that decodes. None means that the request is waiting."""
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """The prompt's blocks in the encode lane of waa. None means that the encode lane does not have the prompt."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch in which the request runs. None means that the request is waiting."""
     place: int = field(default=0, repr=False, compare=False)
-    """The request's number, from 1, in the order in which requests of its micro-batch began to decode."""
     base: int = field(default=0, repr=False)
     """The request has `base` output tokens plus one for each iteration of `counter`, if it has a counter."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
@@ -76,7 +69,6 @@ class Request:
 
     @property
     def promised(self) -> int:
-        """Number of prompt and output tokens for which memory is reserved if the request enters now."""
         if self.promised_output is None:
             return self.longest
         return min(self.longest, self.context + self.promised_output)
@@ -96,9 +88,6 @@ class Step(NamedTuple):
     """One iteration of one micro-batch of a lane.
 
     Attributes:
-        transfer: ids of the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is
-            "transfer").
-        microbatch: number of the micro-batch within the lane, from 0.
         grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order.
     """
 
@@ -123,12 +112,7 @@ class MicroBatch:
     Every decode step gives a token to each decoding request, so one counter, `iterations`, serves all requests. A check
     that is due after some tokens of a request is stored under the iteration in which it is due.
 
-    Args:
-        decodes: whether the micro-batch has decode steps. Otherwise it only encodes.
-
     Attributes:
-        encoding: requests whose prompts are not encoded yet, by id, in order of admission.
-        decoding: requests that decode, in the order in which they began to decode.
         stopped: requests in `decoding` or `held` that get no further token.
         assumed: the running step whose tokens are already counted, so that the next step can be scheduled.
         context: total number of prompt and output tokens of the requests that get a token in the next decode step.
@@ -165,7 +149,6 @@ class MicroBatch:
         self.joined: list[Request] = []
         self._decodes = decodes
         self._due: dict[int, list[tuple[int, Request]]] = {}
-        """By iteration: the requests that `due` will return, each with its `place`."""
         self._num_joined = 0
 
     @property
@@ -189,7 +172,6 @@ class MicroBatch:
         return ids
 
     def join(self, request: Request, num_spare: int) -> None:
-        """Let a request begin to decode."""
         self._num_joined += 1
         request.batch, request.place = self, self._num_joined
         self.decoding[request.id] = request
@@ -223,7 +205,6 @@ class MicroBatch:
         self.stopped.add(request.id)
 
     def advance(self) -> None:
-        """Record a decode step, which gives one more token to every request that has not been stopped."""
         self.iterations += 1
         self.context += self.num_decoding
         self.joining_tokens = 0
@@ -237,7 +218,6 @@ class MicroBatch:
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether the request that joined this micro-batch as number `place` still gets tokens here."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""Number of K/V blocks for each key. Comparing prefixes in such large pieces takes a quarter of the time."""
+"""Number of K/V blocks for each key."""
 MOST_KEYS = 131_072
 SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
@@ -22,26 +22,18 @@ work is saved.
 
 
 class ReplicaRouter:
-    """Routes requests by the number of requests at each replica, and by where the prompt's prefix was last sent.
-
-    Args:
-        slack: a replica that was last sent the whole prompt gets the request unless it has more requests than the
-            replica with the fewest by more than this number. For a part of the prompt, the number is multiplied by the
-            square of its share.
-    """
+    """Routes requests by the number of requests at each replica, and by where the prompt's prefix was last sent."""
 
     def __init__(self, count: int, slack: float) -> None:
         self.load = [0] * count
         self._slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
-        """By key: the replica to which the prefix was last sent. The least recently used key comes first."""
 
     @classmethod
     def of(cls, plan: PlanDraft) -> ReplicaRouter:
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
     def route(self, chain: Chain) -> int:
-        """Return the number of the replica for a request, and count the request there until `leave`."""
         load, home = self.load, self._home
         least = min(load)
         found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)

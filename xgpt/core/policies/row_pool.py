@@ -22,12 +22,7 @@ from xgpt.core.schema import Batching, LaneName
 
 @dataclass(slots=True)
 class _RowBatch:
-    """A running batch.
-
-    Attributes:
-        slot: by id, the slot of each request, including requests that have left.
-        blocks: number of blocks of all slots that are not free.
-    """
+    """A running batch."""
 
     present: set[int]
     slot: dict[int, int]
@@ -40,11 +35,7 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool for whole batches in rows.
-
-    Args:
-        row_tokens: prompt tokens of a row.
-    """
+    """A pool for whole batches in rows."""
 
     def __init__(
         self,
@@ -60,9 +51,7 @@ class RowPool(Pool):
         self.batching = batching
         self.layout_tokens = row_tokens
         self._rows: dict[int, _RowBatch] = {}
-        """By number of a micro-batch with requests: the batch that it runs."""
         self._number: dict[int, int] = {}
-        """By id of a running request: the number of its micro-batch."""
 
     def fresh(self) -> RowPool:
         return RowPool(

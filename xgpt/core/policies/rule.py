@@ -68,12 +68,9 @@ class OneLaneRule:
         self.settings = settings
         self._number = number
         self._iterations = settings.encode_every
-        """Number of decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
         self.phase = 0
-        """Number of phases begun, for policies with phases."""
         self._waited = 0
-        """Number of consecutive steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
         self.settings = settings
@@ -197,7 +194,6 @@ class OneLaneRule:
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
-        """Admit requests, and add chunks of their prompts. With `in_time`, stop at the first deferred request."""
         while room.is_open and self.has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
@@ -273,7 +269,6 @@ class Rule(OneLaneRule):
         return 0.0
 
     def of(self, settings: LaneSettings, number: int) -> Self:
-        """Return a copy for one micro-batch."""
         rule = deepcopy(self)
         OneLaneRule.__init__(rule, settings, number)
         return rule

@@ -10,8 +10,6 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun but are not settled yet, and the cancelled requests that wait for them."""
-
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
@@ -54,11 +52,8 @@ class Running:
     preempted and wait again.
 
     Attributes:
-        encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
         runs_ahead: whether a step is scheduled while the previous one runs, so that requests are assumed to continue up
             to their maximum output.
-        under_way: running steps, whose results have not been processed yet.
-        num_scored: number of prompt tokens for which the next step will compute log probabilities.
     """
 
     def __init__(self, memory: KvMemory, waiting: Queue) -> None:
@@ -71,13 +66,9 @@ class Running:
         self.batches: list[MicroBatch] = []
         self.under_way = StepsUnderWay()
         self._overdrawn: set[int] = set()
-        """Under "reserve": ids of the requests that have more blocks than they were promised."""
         self._promises_whole = memory.kv == "reserve"
-        """Whether every request so far was promised its maximum output."""
         self._preempted: list[int] = []
-        """Ids of the requests preempted for the next step."""
         self._grown: dict[int, list[int]] = {}
-        """By id: the blocks given to the request since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
@@ -190,7 +181,6 @@ class Running:
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Count the tokens of a micro-batch's running step in advance, so that the next step can be scheduled."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)

@@ -14,8 +14,6 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts from a plan's `step_times` how long a step takes to pass all stages."""
-
     def __init__(self, times: StepTimes) -> None:
         self.times = times
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
@@ -23,7 +21,6 @@ class StepClock:
         self._decode_s, self._context_s = times.decode_s, times.context_s
 
     def tokens(self, count: int) -> float:
-        """Return the seconds of a step with `count` tokens, without attention."""
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
@@ -38,11 +35,9 @@ class StepClock:
         return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
-        """Return the seconds of attention for `count` decoding requests that attend to `context` tokens in total."""
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:
-        """Return the seconds of attention for tokens [start, end) of a prompt."""
         return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
 
     def prompt_ns(self, length: int) -> int:
@@ -55,11 +50,7 @@ def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
 
 
 class Slack(NamedTuple):
-    """A plan's slack budget, with the plan's step times and bound.
-
-    Attributes:
-        tpot_ns: nanoseconds per output token after which tokens are due: `budget.share` of the plan's bound.
-    """
+    """A plan's slack budget, with the plan's step times and bound."""
 
     budget: SlackBudget
     clock: StepClock
@@ -86,7 +77,6 @@ class Slack(NamedTuple):
 
     @property
     def equal_ns(self) -> float:
-        """Nanoseconds that each step may take through all stages if all steps are equally long."""
         return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
 
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
@@ -108,11 +98,7 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the largest number of prompt tokens that a step may take if every micro-batch gets an equal number.
-
-        Args:
-            to_encode: for each waiting or partly encoded prompt, the number of tokens not encoded yet.
-        """
+        """Return the largest number of prompt tokens that a step may take if every micro-batch gets an equal number."""
         count, most = self.num_microbatches, self.budget.most_tokens
         if count == 1:
             return most
@@ -132,7 +118,6 @@ class LaneForecast:
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
-        """Pairs (time at which a step was scheduled, nanoseconds that the step takes on one stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
         """By micro-batch and bound on the time per token: a heap of the due times of requests' next tokens, without the
         part that grows with the micro-batch's iterations. A request that has left is removed once it is at the top.
@@ -172,7 +157,6 @@ class LaneForecast:
         batch.joined[:] = batch.decoding.values()
 
     def free_ns(self, now_ns: int, num_under_way: int) -> int:
-        """Return the time at which the first stage can begin a step that is scheduled at `now_ns`."""
         while len(self._begun) > num_under_way:
             self._begun.popleft()
         free_ns = 0
@@ -185,8 +169,6 @@ class LaneForecast:
 
 
 class PromptRoom(Protocol):
-    """The room for further prompt tokens in a step."""
-
     @property
     def is_open(self) -> bool:
         """Whether another prompt token can be added."""
@@ -220,13 +202,7 @@ class TokenRoom:
 
 
 class TimeRoom:
-    """Room by the predicted time of a step, within the slack budget's least and largest numbers of prompt tokens.
-
-    Args:
-        spare_s: seconds that the step may take through all stages.
-        decodes, context: number of requests that the step decodes, and total number of tokens to which they attend.
-        even: number of prompt tokens from which on the step takes no further prompt.
-    """
+    """Room by the predicted time of a step, within the slack budget's least and largest numbers of prompt tokens."""
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
         self._clock, budget = slack.clock, slack.budget

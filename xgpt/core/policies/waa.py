@@ -22,7 +22,6 @@ from xgpt.core.schema import LaneName, Stage
 from xgpt.core.schema.step_log import Chain
 
 FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
-"""Settings that cannot change while any request runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,11 @@ class TwoLaneSettings:
     """The scheduling rule's settings for a waa plan.
 
     Attributes:
-        encode_tokens: target mean number of prompt tokens of an encode batch.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         adjustment: if the number of decoding requests differs from `decode_batch` by more than this share, encode
             batches are made smaller or larger by this share. 0 means never.
         buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
             step.
-        reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.
         encoder_only: whether the encode lane runs only an encoder, so that the decode lane computes the first token.
     """
 
@@ -69,16 +66,11 @@ class TwoLane(Schedule):
         self.settings = settings
         self._encode = pool.add_batches(settings.encode_stages, decodes=False)
         (self._moving,) = pool.add_batches(1, decodes=False)
-        """Encoded requests whose K/V is still in the encode lane."""
         (self._arrived,) = pool.add_batches(1, decodes=False)
-        """Requests whose K/V is in the decode lane but which have not joined a micro-batch."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
-        """For each request that has not joined a micro-batch, the number of decode steps that must begin before it
-        joins.
-        """
         self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
