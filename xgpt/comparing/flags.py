@@ -46,13 +46,16 @@ def tables() -> dict[str, Any]:
     return verdicts | json.loads((here / "engine_flags.json").read_text(encoding="utf-8"))
 
 
-def refusals(engine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+def verdicts(engine: str, verdict: str) -> dict[str, tuple[str, Any]]:
     """Return the flags (or regular expressions for their names) that change an engine's speed or memory in a way that
-    xgpt does not score: for each, the reason and the values without effect.
+    xgpt does not score: for each, the reason and the values without effect, or the fields of its value that change it.
+
+    Args:
+        verdict: refused, or noted for flags that change speed a little.
     """
-    rows = tables()["refused"][engine].items()
+    rows = tables()[verdict].get(engine, {}).items()
     flags = ((why, each if isinstance(each, dict) else {key: ["no"] for key in each}) for why, each in rows)
-    return {name: (why, tuple(neutral)) for why, each in flags for name, neutral in each.items()}
+    return {name: (why, values) for why, each in flags for name, values in each.items()}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class FlagTable:
             if not values and takes != "optional":
                 raise InputError(f"current: --{name}", "", "give a value")
             text = " ".join(values) or ("yes" if takes == "optional" else "")
-            given[name] = json.dumps(_object(given.get(name)) | {inner: text}) if dot else text
+            given[name] = json.dumps(_with_part(_object(given.get(name)), inner.split("."), text)) if dot else text
         return given, free
 
     def words(self, given: Given) -> list[str]:
@@ -188,6 +191,12 @@ def _object(text: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _with_part(value: dict[str, Any], names: list[str], text: str) -> dict[str, Any]:
+    name, *rest = names
+    inner = value.get(name)
+    return value | {name: _with_part(inner if isinstance(inner, dict) else {}, rest, text) if rest else text}
+
+
 def is_flag(word: str) -> bool:
     """Return whether a word is a flag. A negative number is not a flag."""
     return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-\d+(\.\d+)?", word)
@@ -213,40 +222,47 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
         raise InputError(f"current: --{name}", given[name], str(error)) from None
 
 
-def refuse(given: Given, refused: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
-    """Check that no flag changes speed or memory in a way that xgpt does not score.
-
-    Args:
-        refused: as `refusals` returns them.
+def judge(given: Given, engine: str) -> list[str]:
+    """Return a note for each kind of flags that change speed a little and no sizes, which xgpt does not score.
 
     Raises:
-        InputError: such a flag is given with a value that has an effect.
+        InputError: a flag changes speed or memory in another way that xgpt does not score.
     """
-    for name, value in given.items():
-        value = _as_json(name, value)
-        why, neutral = refused.get(name) or next(
-            (refused[pattern] for pattern in refused if re.fullmatch(pattern, name)), ("", ())
-        )
-        if why and value not in (*neutral, "{}"):
-            raise InputError(f"current: --{name}", value, f"{why}; leave the flag out to compare without it")
+    refused, noted = verdicts(engine, "refused"), verdicts(engine, "noted")
+    said: dict[str, list[str]] = {}
+    for name, text in given.items():
+        value = rest = _without(text, tables()["neutral_parts"].get(name, {}))
+        scored, values = _verdict(noted, name)
+        if isinstance(values, dict):
+            rest = _without(value, values)
+        if rest != value or (not isinstance(values, dict) and scored and value not in (*values, "{}")):
+            said.setdefault(scored, []).append(f"--{name} {value}".removesuffix(" yes"))
+        why, values = _verdict(refused, name)
+        if why and rest not in (*values, "{}"):
+            raise InputError(f"current: --{name}", rest, f"{why}; leave the flag out to compare without it")
+    return [f"{', '.join(flags)}: {scored}" for scored, flags in said.items()]
 
 
-def _as_json(name: str, text: str) -> str:
-    """Return a JSON value in a normal form, without fields that have no effect. Return other text unchanged."""
+def _verdict(among: Mapping[str, tuple[str, Any]], name: str) -> tuple[str, Any]:
+    return among.get(name) or next((among[each] for each in among if re.fullmatch(each, name)), ("", ()))
+
+
+def _without(text: str, fields: Mapping[str, Sequence[object]]) -> str:
+    """Return a JSON value in a normal form, without some fields. Return other text unchanged."""
     if not text.startswith("{"):
         return text
     try:
-        return json.dumps(_without_neutral(read_json(text), tables()["neutral_parts"].get(name, {})), sort_keys=True)
+        return json.dumps(_without_fields(read_json(text), fields), sort_keys=True)
     except ValueError:
         return text
 
 
-def _without_neutral(value: dict[str, object], neutral: Mapping[str, Sequence[object]]) -> dict[str, object]:
+def _without_fields(value: dict[str, object], fields: Mapping[str, Sequence[object]]) -> dict[str, object]:
     kept: dict[str, object] = {}
     for name, part in value.items():
-        if name in neutral and (not neutral[name] or part in neutral[name]):
+        if name in fields and (not fields[name] or part in fields[name]):
             continue
-        inner = _without_neutral(part, neutral) if neutral and isinstance(part, dict) else part
+        inner = _without_fields(part, fields) if fields and isinstance(part, dict) else part
         if inner != {} or part == {}:
             kept[name] = inner
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xgpt.comparing.current import CurrentEngine, sglang_drafts
-from xgpt.comparing.flags import DTYPES, FlagTable, count, refusals, refuse, share, types_of, value_of
+from xgpt.comparing.flags import DTYPES, FlagTable, count, judge, share, types_of, value_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
@@ -28,14 +28,13 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     given, free = SGLANG.read(words)
     if "config" in given:
         given = SGLANG.read_config(given.pop("config")) | given
-    refuse(given, refusals("sglang"))
+    notes = judge(given, "sglang")
     gibibytes = cluster.device.memory_bytes / 2**30
     chunk = next(tokens for least, tokens in SGLANG_CHUNKS if gibibytes >= least)
     tokens = value_of(given, "chunked-prefill-size", count, chunk)
     drafts = sglang_drafts(given)
     most = SGLANG_REQUESTS if drafts is None else SGLANG_DRAFTING
     requests = value_of(given, "max-running-requests", count, most)
-    notes = []
     if "chunked-prefill-size" not in given:
         notes.append(f"chunked-prefill-size {tokens}: SGLang's default on this device")
     if "max-running-requests" not in given:
@@ -90,7 +89,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         InputError: TensorRT-LLM does not know an option or its value, or xgpt does not score the option's effect.
     """
     given, free = TENSORRT_LLM.read(words)
-    refuse(given, refusals("tensorrt-llm"))
+    judge(given, "tensorrt-llm")
     requests = value_of(given, "max-batch-size", count, TENSORRT_REQUESTS)
     tokens = value_of(given, "max-num-tokens", count, TENSORRT_TOKENS)
     notes = [

@@ -15,8 +15,7 @@ from xgpt.comparing.flags import (
     FlagTable,
     Given,
     count,
-    refusals,
-    refuse,
+    judge,
     share,
     tables,
     types_of,
@@ -25,8 +24,6 @@ from xgpt.comparing.flags import (
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
-REFUSED = refusals("vllm")
-"""For each flag that is not scored, the reason and the values without effect."""
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
 """Defaults of vLLM's server: (smallest device memory in GiB, requests, tokens in a step)."""
 A100_LIMIT = 160
@@ -58,14 +55,15 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if len(free) > 1:
         why = VARIABLE if free[1].startswith("$") else "only flags and their values may follow the model"
         raise InputError("current", free[1], why)
-    refuse(given, REFUSED)
+    judged = judge(given, "vllm")
     on_gpu = cluster.device.type == "gpu"
     if on_gpu and given.get("enforce-eager") == "yes":
         raise InputError("current", "--enforce-eager", f"{CAPTURED}; leave the flag out to compare without it")
     stages = value_of(given, "pipeline-parallel-size", count, 1)
     degree = value_of(given, "tensor-parallel-size", count, 1)
     replicas = value_of(given, "data-parallel-size", count, 1)
-    default_seqs, default_tokens = _defaults(cluster, degree * stages)
+    more = 2 if given.get("performance-mode") == "throughput" else 1
+    default_seqs, default_tokens = (more * size for size in _defaults(cluster, degree * stages))
     tokens = value_of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = value_of(given, "max-num-seqs", count, min(default_seqs, tokens))
     if seqs > tokens:
@@ -82,7 +80,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         f"{name} {value}: vLLM's default on this device"
         for name, value in (("max-num-seqs", seqs), ("max-num-batched-tokens", tokens))
         if name not in given
-    ]
+    ] + judged
     if given.get("enable-prefix-caching") != "no":
         notes.append("prefix caching: no hits are counted, since the workload contains only lengths")
     if (size := value_of(given, "block-size", count, BLOCK_SIZE)) != BLOCK_SIZE:

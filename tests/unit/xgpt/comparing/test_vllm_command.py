@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.comparing.flags import verdicts
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.scoring import check_current, score_current
-from xgpt.comparing.vllm_command import REFUSED, TABLE
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Constraint
 from xgpt.problems import resolve
@@ -37,6 +38,7 @@ SCORED = {
         "gpu-memory-utilization",
         "kv-cache-dtype",
         "max-model-len",
+        "performance-mode",
     ),
     *("max-num-batched-tokens", "max-num-seqs", "pipeline-parallel-size", "quantization", "tensor-parallel-size"),
 }
@@ -126,7 +128,6 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ),
         ("vllm serve m -sc.num_speculative_tokens 3", "speculative-config"),
         ("vllm serve m -O=0", "optimization-level: '0'"),
-        ("vllm serve m --performance-mode throughput", "performance-mode: 'throughput'"),
         ("vllm serve m --enforce-eager", "captured CUDA graphs"),
         ("vllm serve m --block-size big", "block-size: 'big'"),
         ("vllm serve m --gpu-memory-utilization 1.2", "gpu-memory-utilization: '1.2'"),
@@ -141,10 +142,10 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --enforce_eager true", "'true' is not accepted; only flags and their values may follow"),
         ("vllm serve m --quantization torchao", "has no step times for it; xgpt scores only fp8"),
         ("vllm serve m --runner pooling", "xgpt scores only models that generate tokens"),
-        ("vllm serve m --attention-backend FLASHINFER", "the kernels that vLLM chooses by default"),
+        ("vllm serve m --attention-config.use_fp4_indexer_cache True", "the kernels that vLLM chooses by default"),
         ("vllm serve m --enable-lora", "step times with adapters"),
         ("vllm serve m --hf-overrides '{\"num_hidden_layers\": 2}'", "it changes the model: give its config.json"),
-        ('vllm serve m -cc \'{"mode": 3, "pass_config": {"fuse_norm_quant": true}}\'', "own compilation settings"),
+        ('vllm serve m -cc \'{"mode": 0, "cudagraph_mode": "NONE"}\'', "own compilation settings"),
     ],
 )
 def test_what_cannot_be_read_is_refused(command: str, says: str) -> None:
@@ -167,21 +168,51 @@ def test_json_that_changes_nothing_is_passed_over(flags: str) -> None:
     assert read_current(f"vllm serve m {flags}", a40) == read_current("vllm serve m", a40)
 
 
-def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
-    takes = {**TABLE.earlier, **TABLE.takes}
-    assert set(takes) >= SCORED | set(REFUSED)
-    assert not SCORED & set(REFUSED)
+def test_each_flag_is_scored_noted_refused_or_changes_nothing() -> None:
+    takes, refused, noted = {**TABLE.earlier, **TABLE.takes}, verdicts("vllm", "refused"), verdicts("vllm", "noted")
+    assert set(takes) >= SCORED | set(refused) | set(noted)
+    assert not SCORED & (set(refused) | set(noted))
     a40 = load_cluster("a40x4")
-    for name, (_, neutral) in REFUSED.items():
+    plain = read_current("vllm serve m", a40)
+    for name, (why, neutral) in {**noted, **refused}.items():
         flag, off = (f"--{name}", f"--no-{name}") if takes[name] == "switch" else (f"--{name} 7", "")
-        with pytest.raises(InputError, match=f"current: --{name}"):
-            read_current(f"vllm serve m {off if neutral == ('yes',) else flag}", a40)
+        words = off if neutral in (["yes"], ("yes",)) else flag
+        if name in refused:
+            with pytest.raises(InputError, match=f"current: --{name}"):
+                read_current(f"vllm serve m {words}", a40)
+        else:
+            found = read_current(f"vllm serve m {words}", a40)
+            assert any(note.endswith(why) for note in found.notes)
+            assert replace(found, notes=plain.notes) == plain
         for value in neutral:
             words = {"yes": f"--{name}", "no": f"--no-{name}"}.get(value, f"--{name} '{value}'")
-            assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
-    for name in set(takes) - SCORED - set(REFUSED):
+            assert read_current(f"vllm serve m {words}", a40) == plain
+    for name in set(takes) - SCORED - set(refused) - set(noted):
         words = f"--{name}" if takes[name] in ("nothing", "switch") else f"--{name} 7"
-        assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
+        assert read_current(f"vllm serve m {words}", a40) == plain
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        ("vllm serve m --moe-backend triton --attention-backend FLASHINFER", "vLLM chooses by default"),
+        ("vllm serve m --kernel-config.enable_flashinfer_autotune=False", "vLLM chooses by default"),
+        ("vllm serve m --attention-config '{\"use_prefill_query_quantization\":true}'", "vLLM chooses by default"),
+        ('vllm serve m -cc \'{"mode":3,"pass_config":{"fuse_minimax_qk_norm":true}}\'', "own compilation settings"),
+        ("vllm serve m -cc.pass_config.fuse_allreduce_rms true", "own compilation settings"),
+        ('vllm serve m -cc \'{"cudagraph_mode":"FULL_AND_PIECEWISE","custom_ops":["all"]}\'', "compilation settings"),
+        ("python -m sglang.launch_server --model m --enable-torch-compile --attention-backend fa3", "SGLang chooses"),
+    ],
+)
+def test_kernels_and_fusions_are_scored_as_the_defaults_and_noted(command: str, note: str) -> None:
+    (said,) = [each for each in read_current(command, load_cluster("a40x4")).notes if "scored with" in each]
+    assert note in said
+
+
+def test_throughput_mode_doubles_the_default_sizes() -> None:
+    a40 = load_cluster("a40x4")
+    found = read_current("vllm serve m --performance-mode throughput --max-num-seqs 64", a40)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (64, 4096)
 
 
 def test_a_config_file_gives_way_to_flags(tmp_path: Path) -> None:
