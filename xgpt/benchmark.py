@@ -96,8 +96,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Benched:
-    """The result of `bench`."""
-
     report: BenchReport | UrlReport | SessionsOutput
     steps: tuple[StepRecord, ...] = ()
     profile: Profile | None = None

@@ -228,7 +228,6 @@ def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
 
 
 def in_sessions(name: str) -> Workload:
-    """Return the workload of the sessions in a log."""
     trace = load_trace(name)
     if trace is None or trace.sessions is None:
         says = "it has no sessions: give a law of sessions (YAML), or a log whose rows name their session"

@@ -373,7 +373,6 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
 
 
 def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
-    """Return how a fleet that follows its exported rule serves a day."""
     day = read_day(trace)
     model = FleetModel(
         day, cut(day, fleet.interval_s), tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)

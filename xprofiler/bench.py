@@ -94,8 +94,6 @@ Timings = dict[tuple[str | int, ...], float]
 
 @dataclass(frozen=True)
 class Points:
-    """The points at which a model is measured, within its context."""
-
     prompts: list[int]
     contexts: list[int]
     encode: list[tuple[int, int]]

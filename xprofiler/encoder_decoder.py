@@ -43,8 +43,6 @@ LEAST_PROMPT = 8
 
 @dataclass(frozen=True)
 class EncoderDecoderPoints:
-    """The points at which an encoder-decoder is measured, within its context."""
-
     prompts: list[int]
     contexts: list[int]
     decodes: dict[int, tuple[int, int]]

@@ -258,7 +258,6 @@ class Tables:
     def read(
         self, path: Path, columns: Sequence[str], optional: Sequence[str] = (), *, may_be_zero: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns of a table."""
         try:
             from pyarrow import ArrowInvalid, parquet
         except ImportError:

@@ -150,7 +150,6 @@ def profile(
     checkpoint: Path | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure vLLM's profile of this model on one device of this machine."""
     if checkpoint is None:
         raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")
     if spec.is_encoder_decoder:

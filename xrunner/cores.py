@@ -124,4 +124,3 @@ def waited_ns() -> dict[int, int]:
 
 
 _files: dict[Path, int] = {}
-"""Open files, by path."""

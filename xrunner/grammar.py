@@ -164,7 +164,6 @@ class Grammars:
         return None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
-        """Return the grammar's state after `output`."""
         state = GrammarState(self.compiled(grammar), self._vocab_size, self._eos)
         if len(grammar) > LONG_BYTES:
             weakref.finalize(state, give_back_soon).atexit = False

@@ -15,8 +15,6 @@ AHEAD_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar."""
-
     kept: object
     account: str
     users: set[int]

@@ -138,7 +138,6 @@ class Candidates:
         )
 
     def space(self, kind: str, placement: Placement) -> Space:
-        """Return one placement's space."""
         for layout in placement.layouts:
             memory = self.memory(layout.lane)
             if isinstance(memory, InfeasibleError):

@@ -63,7 +63,6 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @cache
 def names_in(text: str) -> frozenset[str]:
-    """Return the names of the figures in an expression."""
     tree = _parsed(text)
     _check(tree)
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -120,8 +120,6 @@ class Placement:
 
 
 class Placements:
-    """The placements of one model on one cluster."""
-
     def __init__(
         self,
         model: ModelSpec,

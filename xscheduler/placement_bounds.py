@@ -49,7 +49,6 @@ class _Stages(NamedTuple):
     """`PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated"""
 
     decode_s: Array
-    """A step that only decodes."""
     mixed_s: Array
     """A step that also encodes m / E[D] prompts, as many as are needed to keep the decode batch at m."""
     met_s: Array
@@ -270,8 +269,6 @@ class PlacementBounds:
 
 @dataclass(frozen=True)
 class PolicyBounds:
-    """The bounds of one policy on some placements."""
-
     steps: LeastSteps
     terms: BoundTerms
     replicas: Array

@@ -26,8 +26,6 @@ NOT_SEARCHED = Ceiling(None, "none: nothing was searched")
 
 
 class Scheduler:
-    """Finds plans for one problem in closed form."""
-
     def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
         has_own = problem.constraint.maximise is not None  # no bound is known for a user's own objective

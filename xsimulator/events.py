@@ -53,8 +53,6 @@ class _UnderWay(NamedTuple):
 
 
 class SimulatedEngine:
-    """Runs requests through a schedule."""
-
     def __init__(self, schedule: Schedule, clock: SimulatedClock, requests: Sequence[SimulatedRequest]) -> None:
         self.schedule = schedule
         self._clock = clock
@@ -131,7 +129,6 @@ class _Endings:
         self._counted: dict[int, tuple[MicroBatch, int]] = {}
         """For each request, the micro-batch in which it decodes, and the number of the decode step in which it ends."""
         self._num_steps: defaultdict[MicroBatch, int] = defaultdict(int)
-        """Number of settled decode steps of each micro-batch."""
         self._ends: defaultdict[MicroBatch, dict[int, list[int]]] = defaultdict(dict)
 
     def submit(self, request: SimulatedRequest) -> None:

@@ -15,7 +15,12 @@ SOURCE = "fitted to measured loads"
 
 
 class Fit(NamedTuple):
-    """Corrections of predicted times. The default changes nothing."""
+    """Corrections of predicted times. The default changes nothing.
+
+    Attributes:
+        decode: factor on the time of the smallest step, and on attention of decodes.
+        prefill: factor on the time of a step's further tokens, and on attention of prompts.
+    """
 
     decode: float = 1.0
     prefill: float = 1.0

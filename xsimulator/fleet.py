@@ -31,7 +31,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica that serves for a part of the day."""
+    """A replica that serves for a part of the day.
+
+    Attributes:
+        from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished.
+    """
 
     kind: int
     from_s: float

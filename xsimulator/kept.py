@@ -26,7 +26,13 @@ LATENT_BLOCK = 64
 
 
 class LayerGroup(NamedTuple):
-    """Layers that take pages together."""
+    """Layers that take pages together.
+
+    Attributes:
+        window: number of latest tokens that are kept. None means all.
+        is_state: whether a request has one page, whatever its length.
+        filled: share of a page that is not padding.
+    """
 
     page_bytes: float
     tokens: int = 1

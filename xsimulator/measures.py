@@ -158,7 +158,12 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds from each request's arrival, waiting included. # each [requests]"""
+    """Seconds from each request's arrival, waiting included. # each [requests]
+
+    Attributes:
+        tpot_s: mean gap between tokens, or 0 for an output of one token.
+        num_lost: number of requests that arrived but never ended.
+    """
 
     ttft_s: Array
     tpot_s: Array

@@ -374,8 +374,6 @@ class RequestBlocks:
         *,
         on_average: bool = False,
     ) -> RequestBlocks:
-        """Return the law for a workload."""
-
         def law(moments: tuple[float, float]) -> RequestBlocks:
             mean, mean_square = moments
             deviate = 0.0 if on_average else DEVIATES[kv]

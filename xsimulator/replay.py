@@ -18,8 +18,6 @@ MOST_STEPWISE = 5000
 
 @dataclass(frozen=True, eq=False)
 class ReplayedLoad:
-    """A load as a plan serves it."""
-
     times: RequestTimes
     kept: KeptByWindow
 

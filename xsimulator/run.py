@@ -139,7 +139,6 @@ class Simulated:
         return replace(self, windows=load.kept(is_kept), load=load)
 
     def chrome_trace(self) -> str:
-        """Return the steps as a Chrome trace, which Perfetto opens."""
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
 
 
@@ -485,7 +484,6 @@ def run_requests(
     clients: int | None = None,
     rule: Rule | None = None,
 ) -> list[StepRecord]:
-    """Simulate requests on one replica, and return the steps."""
     schedule = policies.build(plan, rule)
     size = plan.block_size
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))

@@ -54,8 +54,6 @@ def _drawn(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[T
 
 
 class SessionRun(NamedTuple):
-    """A run at one rate of sessions."""
-
     times: TurnTimes
     excess: float
     counts: np.ndarray

@@ -13,8 +13,6 @@ StageKey = tuple[str, int]
 
 
 class Timeline(NamedTuple):
-    """The steps to draw."""
-
     title: str
     log: Sequence[StepRecord]
     spans: Sequence[Span] = ()

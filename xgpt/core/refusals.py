@@ -20,7 +20,6 @@ _MUST_BE = {
 
 
 def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:
-    """Return the first mistake in a ValidationError as an InputError."""
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     names, types = [field] if field else [], [type_]

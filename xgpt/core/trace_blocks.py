@@ -86,14 +86,12 @@ class TracePrefixes:
 
 
 def read_ids(where: str, row: Mapping[str, object], input_length: int, size: int) -> tuple[int, ...]:
-    """Return a line's `hash_ids`."""
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
 
 
 def read_output_ids(
     where: str, row: Mapping[str, object], input_length: int, output_length: int, size: int
 ) -> tuple[int, ...]:
-    """Return a line's `output_hash_ids`, or an empty tuple if it has none."""
     if "output_hash_ids" not in row:
         return ()
     count = -(-(input_length + output_length) // size) - input_length // size
@@ -101,7 +99,6 @@ def read_output_ids(
 
 
 def block_size_of(where: str, row: Mapping[str, object], form: TraceFormat | None) -> int:
-    """Return the number of tokens in each of a line's blocks."""
     size = row.get("block_size", (form and form.block_size) or MOONCAKE_BLOCK)
     if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
         return size

@@ -92,7 +92,6 @@ def memory_of(text: str) -> int:
 
 
 def check_memory(size: int, path: Path, field: str) -> None:
-    """Check the memory of a JSON document."""
     if size > MOST_MEMORY:
         accepted = "it is too large for one document: give one request on each line, or a part of it"
         raise InputError(field, str(path), accepted)

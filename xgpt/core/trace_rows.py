@@ -60,8 +60,6 @@ OF_TURNS: tuple[Role, ...] = ("session", "id", "parent", "delay", "end")
 
 
 class TraceRows(NamedTuple):
-    """The requests of a file."""
-
     rows: Iterable[Row]
     notes: list[str]
 

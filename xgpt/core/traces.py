@@ -57,7 +57,6 @@ def trace_name(path: Path) -> str:
 
 
 def read_workload(path: Path, field: str = "workload") -> Workload:
-    """Return the length histograms of a trace or a metrics page."""
     if is_metrics(head_of(path, field)):
         return read_metrics(path, trace_name(path), field)
     lengths = read_lengths(path, field)

@@ -52,7 +52,6 @@ class Explorer:
     _kept: OrderedDict[str, tuple[Scheduler, Part]] = field(default_factory=OrderedDict)
 
     def answers(self, asked: dict[str, Any]) -> Iterator[Part]:
-        """Yield the parts of the answer to a question."""
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
             raise InputError("current", current, "write the command of the current deployment")

@@ -6,8 +6,6 @@ from xgpt.core.schema import Batching, Frozen, Plan
 
 
 class EngineOrder(Frozen):
-    """The plan that an engine's process runs, with its options."""
-
     plan: Plan
     batching: Batching
     reuse: bool

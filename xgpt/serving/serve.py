@@ -67,7 +67,6 @@ class ServeRequest(ServeFields):
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
     def classes(self, plan: Plan) -> Classes:
-        """Return the settings of the plan's classes of requests."""
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
@@ -86,7 +85,6 @@ class ServeRequest(ServeFields):
         )
 
     def check_batching(self, plan: Plan) -> None:
-        """Check that the engine and the plan support `batching`."""
         if self.batching == "flat":
             return
         if self.engine != "xgpt":

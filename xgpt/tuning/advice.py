@@ -18,7 +18,6 @@ PORT = 8000
 def advise(
     tuner: Tuner, now: int | None, command: Callable[[int], str | None], *, least_gain: float = TOLERANCE
 ) -> Recommendation:
-    """Return what to run, given all measurements."""
     model, draws = tuner.model, tuner.belief.draws
     standing = tuner.standing()
     means = draws.mean(axis=0)

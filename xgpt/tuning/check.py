@@ -34,8 +34,6 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class LoadToSend:
-    """What a check is going to send."""
-
     url: str
     loads: tuple[tuple[float, int], ...]
     workload: Workload

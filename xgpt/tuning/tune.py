@@ -34,15 +34,11 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True)
 class Told:
-    """What a search tells while it runs."""
-
     start: Callable[[str, float], None] = lambda command, rate_per_s: None
     end: Callable[[TuneRun, Standing], None] = lambda run, standing: None
 
 
 class Search:
-    """A search among an engine's settings."""
-
     def __init__(
         self, asked: EngineProblem, host: Host, journal: Path | None = None, *, resume: bool = False, seed: int = 0
     ) -> None:

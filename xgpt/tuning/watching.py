@@ -37,8 +37,6 @@ class Reading(NamedTuple):
 
 
 class Watcher:
-    """Compares readings with a plan."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan, self.workload = plan, plan.workload
         self._before: tuple[float, Page] | None = None

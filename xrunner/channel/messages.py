@@ -92,8 +92,6 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine has failed for good."""
-
     reason: str
     exit_code: int = XgptError.exit_code
     input: tuple[str, Any, str] | None = None

@@ -94,8 +94,6 @@ class MachineLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """Machines for workers."""
-
     launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
     free: Callable[[], object] = lambda: None
 

@@ -36,8 +36,6 @@ class _Stranger:
 
 @dataclass
 class Meeting:
-    """One worker's place in the meeting."""
-
     secret: bytes
     host: str
     epoch: int

@@ -121,7 +121,6 @@ class EngineStore(dist.Store):
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> list[bytes | None]:
-        """Send a call to the engine's process. Return the values in its answer."""
         mine, (*_, engine, epoch) = self._of_thread, self._where
         if not hasattr(mine, "socket"):
             mine.socket, mine.number = self._sockets.connect(zmq.DEALER, engine), 0

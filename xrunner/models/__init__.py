@@ -39,7 +39,6 @@ FAMILIES: dict[str, type[Model]] = {
 
 
 def family_of(spec: ModelSpec) -> type[Model]:
-    """Return the model class that runs the family of `spec`."""
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"xgpt's own engine runs only {', '.join(sorted(FAMILIES))}")
     if spec.unsupported:

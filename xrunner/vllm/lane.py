@@ -18,7 +18,6 @@ LEAST_KV = 0.95
 
 
 def settings_of(plan: Plan) -> LaneSettings:
-    """Return the settings of the plan's rule."""
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError(

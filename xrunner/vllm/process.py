@@ -100,7 +100,6 @@ def preload(vllm_python: str) -> dict[str, str]:
 
 
 def version_of(vllm_python: str, packages: Path) -> str:
-    """Return the version of vLLM in the environment of `vllm_python`."""
     command = [vllm_python, "-c", _ASK_VERSION]
     answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
     if answer.returncode or not answer.stdout.strip():

@@ -56,7 +56,6 @@ class _Batch:
 
 
 def check_waa(plan: Plan) -> None:
-    """Refuse plans that two vLLMs cannot run."""
     if len(plan.policy.lanes) == 1:
         raise InputError(
             "plan.policy", plan.policy.kind, "only waa runs on two vLLMs: plan with --policy waa, or start one vLLM"

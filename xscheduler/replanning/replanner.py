@@ -53,8 +53,6 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Replanned:
-    """The result of re-planning for other lengths."""
-
     judged: Plan
     observation: Observation
     decision: Decision

@@ -41,8 +41,6 @@ TOLERANCE = 0.05
 
 
 class MeasuredRate(NamedTuple):
-    """A measured candidate."""
-
     candidate: int
     value: float
     error: float = 0.03

@@ -163,7 +163,6 @@ class EngineModel:
         return self.plan_of(self.settings[candidate][1], self.settings[candidate][0])
 
     def plan_of(self, settings: ChunkedSettings, placement: int = 0) -> Plan:
-        """Return the plan of any settings on a placement."""
         return self._scheduler.score(settings, self.placements[placement])
 
     @property

@@ -62,7 +62,6 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """Return the sum."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 

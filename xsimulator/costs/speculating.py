@@ -33,7 +33,6 @@ from xsimulator.costs.curves import Array, Line
 EAGLE3_VOCAB = 32000
 """Size of the vocabulary of an EAGLE-3 draft (arXiv 2503.01840, published checkpoints)."""
 PASS_S = 0.15e-3
-"""Seconds that the engine's loop takes for each pass of a draft."""
 
 
 class Draft:

@@ -10,7 +10,6 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts, lanes_of
 
 NUM_POINTS = 32
 NUM_STEPS = 200
-"""Number of steps for the fit."""
 
 
 def with_step_times(plan: PlanDraft, profile: Profile) -> PlanDraft:

@@ -217,7 +217,12 @@ AT_ONCE = 4096
 
 
 class Run(ABC):
-    """One run of a schedule over a stream."""
+    """One run of a schedule over a stream.
+
+    Args:
+        clients: number of clients of a closed loop. Each client sends its next request `path_ns` after its previous
+            request has ended. None means that requests arrive at their own times.
+    """
 
     def __init__(
         self,

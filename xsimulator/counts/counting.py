@@ -273,7 +273,6 @@ def log(s, lane, step):
 
 @helper
 def settled(s, lane, step):
-    """Count a settled step, and write it into the log if the run is logged."""
     if lane.is_logged:
         logged = s.log[lane.num_settled]
         logged.start_ns, logged.end_ns, logged.lane = step.start_ns, step.end_ns, step.lane

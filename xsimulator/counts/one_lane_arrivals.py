@@ -262,7 +262,6 @@ def fill(s, lane, batch, it):
 
 @helper
 def continue_prompts(s, lane, batch, left, are_paused, it, last=NONE):
-    """Continue begun prompts, and return the rest of the budget."""
     id_ = batch.first
     while id_ != NONE and left > 0:
         request = s.requests[id_]
@@ -480,7 +479,6 @@ def has_room(s, lane, batch):
 
 @helper
 def settle_ahead(s, lane, step):
-    """Settle a step whose tokens were counted before it ended."""
     if not lane.has_assumed:
         assume(s, lane, step)
     lane.has_assumed, batch = 0, s.batches[step.batch]

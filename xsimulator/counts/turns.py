@@ -57,7 +57,6 @@ def next_arrival_ns(s, lane):
 
 @helper
 def arrive(s, lane):
-    """Make a request of the turn that arrives first."""
     number = take_due(s, lane)
     turn, request = s.turns[number], s.requests[lane.tail]
     request.turn, request.arrival_ns = number, turn.arrival_ns

@@ -118,7 +118,6 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return a free index in `s.steps`."""
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1

@@ -92,7 +92,6 @@ class Forecast(ABC, Generic[M]):
         return settings.kind == self.settings.model_fields["kind"].default and self.takes(vars(settings))
 
     def values(self, name: str, room: PlacementLimits) -> Ints:
-        """Return the values of a control variable."""
         return np.arange(room.least, max(room.least, int(room.capacity) + room.between) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:

@@ -52,7 +52,13 @@ def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
 
 
 class LanePair:
-    """The times of both lanes, for candidates or for boxes of candidates."""
+    """The times of both lanes, for candidates or for boxes of candidates.
+
+    Args:
+        encode_batch, largest_batch: the smallest and the largest number of requests encoded together. # [n]
+        through, moving: least seconds in the encode lane, and of the transfer. # [n] each
+        rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
+    """
 
     def __init__(
         self,

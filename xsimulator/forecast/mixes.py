@@ -58,11 +58,9 @@ class _Slots(NamedTuple):
     """The steady state of a micro-batch's slots. # [n] each"""
 
     rate: Array
-    """Number of prompts per step."""
     room: Array
     """Number of prompt tokens that a step can take."""
     load: Array
-    """Share of `room` that is used."""
     slots: Array
     """Number of slots that are used at this rate."""
 

@@ -136,7 +136,13 @@ def _share_joined(joining: Array, batch: Array) -> Array:
 
 
 class Encoding(NamedTuple):
-    """The times of encode batches."""
+    """The times of encode batches.
+
+    Attributes:
+        through, interval, moving: seconds that a batch takes in the lane, seconds from one batch to the next, and
+            seconds of a batch's transfer. # [n] each
+        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
+    """
 
     through: Array
     interval: Array
@@ -159,7 +165,6 @@ class EncodeLane:
         self._sd_tokens = np.sqrt(mean_cube / lengths.mean_input / 6) / lengths.mean_input
 
     def __call__(self, batch: Array) -> Encoding:
-        """Return the times of batches of `batch` prompts."""
         times = self._table(batch)
         stages, through, moving = times[:-2], times[-2], times[-1]
         deviation = self._sd_tokens / batch

@@ -79,7 +79,6 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    """Return the settings of the scheduling rule for a policy's settings."""
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
 

@@ -22,8 +22,6 @@ from xgpt.core.schema import Batching, LaneName
 
 @dataclass(slots=True)
 class _RowBatch:
-    """A running batch."""
-
     present: set[int]
     slot: dict[int, int]
     slot_blocks: int
@@ -35,8 +33,6 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool for whole batches in rows."""
-
     def __init__(
         self,
         kv_blocks: int,

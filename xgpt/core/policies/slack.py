@@ -50,8 +50,6 @@ def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
 
 
 class Slack(NamedTuple):
-    """A plan's slack budget, with the plan's step times and bound."""
-
     budget: SlackBudget
     clock: StepClock
     tpot_ns: int
