@@ -365,6 +365,9 @@ def simulate(
     for name in ("arrival_rate_per_s", "own_times"):
         if request.clients is not None and getattr(request, name):
             raise InputError("clients", request.clients, f"it cannot be combined with `{name}`")
+    for name in ("arrival_rate_per_s", "burstiness", "clients", "num_requests", "own_times"):
+        if request.bench is not None and getattr(request, name):
+            raise InputError(name, getattr(request, name), "`bench` says this: leave one of them out")
     if request.clients is not None and request.clients < plan.replicas:
         raise InputError(
             "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one client for each"
@@ -376,6 +379,13 @@ def simulate(
     profile = profile_of(plan, request.profile)
     if (sessions := sessions_of(plan, request.workload)) is not None:
         return simulate_sessions(plan, profile, sessions, request)
+    rule = None if request.rule is None else load_rule(request.rule)
+    if request.bench is not None:
+        from xgpt.bench_command import read_benchmark
+        from xsimulator.benchmarked import simulate_benchmark
+
+        benchmark = read_benchmark(request.bench, request.workload, request.seed)
+        return simulate_benchmark(plan, profile, benchmark, rule)
     if request.num_requests == "all" or (request.own_times and request.num_requests is None):
         arrivals, num_requests = None, ALL_REQUESTS
     else:
@@ -392,7 +402,7 @@ def simulate(
         growth=request.growth,
         clients=request.clients,
         keep_steps=keep_steps,
-        rule=None if request.rule is None else load_rule(request.rule),
+        rule=rule,
     )
 
 

@@ -21,7 +21,8 @@ from xgpt.core.errors import InputError, cut
 from xgpt.core.io import read_text
 from xgpt.core.schema import EngineSpec, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
-from xgpt.core.workload import ArrivalProcess, histogram_of
+from xgpt.core.workload import ArrivalProcess, TraceLengths, histogram_of
+from xsimulator.benchmarked import Benchmark, simulate_benchmark
 from xsimulator.fitted import Fit
 from xsimulator.run import run_simulation
 
@@ -67,6 +68,7 @@ class MeasuredLoad(NamedTuple):
     Attributes:
         inputs, outputs: tokens of each request, or a single mean if the file states only a mean.
         clients, rate_per_s: number of concurrent clients, or rate at which requests are sent. The other one is None.
+        num_requests: number of requests that ended. None means not known.
     """
 
     source: str
@@ -78,6 +80,7 @@ class MeasuredLoad(NamedTuple):
     ttft_s: float
     tpot_s: float
     variation: float = 1.0
+    num_requests: int | None = None
 
     @property
     def arrivals(self) -> ArrivalProcess | None:
@@ -87,6 +90,20 @@ class MeasuredLoad(NamedTuple):
     def workload(self) -> Workload:
         lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
+
+    @property
+    def benchmark(self) -> Benchmark | None:
+        """The requests as they were sent, or None if their number is not known."""
+        count = self.num_requests or (len(self.inputs) if len(self.inputs) > 1 else 0)
+        if not count:
+            return None
+        inputs, outputs = (
+            np.maximum(1, np.rint(np.resize(each, count))).astype(int) for each in (self.inputs, self.outputs)
+        )
+        times = None
+        if self.arrivals is not None:
+            times = self.arrivals.times(count, np.random.default_rng(0))
+        return Benchmark(self.source, TraceLengths(inputs, outputs, times), self.clients)
 
     @property
     def figures(self) -> Figures:
@@ -203,8 +220,11 @@ def _bare_engine(profile: Profile) -> EngineSpec:
 
 
 def predicted(plan: PlanDraft, profile: Profile, load: MeasuredLoad) -> Figures:
-    count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
-    run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
+    if (benchmark := load.benchmark) is not None:
+        run = simulate_benchmark(plan, profile, benchmark)
+    else:
+        count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
+        run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
     times = run.times
     assert times is not None
     return run.measured.throughput_rps, float(np.mean(times.ttft_s)), float(np.mean(times.tpot_s))
@@ -288,6 +308,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
         *figures,
         # vLLM's burstiness is the shape parameter of gamma-distributed gaps. An infinite value means equal gaps.
         variation=max(LEAST_CV, float(data.get("burstiness", 1.0)) ** -0.5),
+        num_requests=int(count),
     )
 
 

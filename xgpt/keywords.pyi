@@ -153,6 +153,8 @@ class SimulateKeywords(LoadFields, ArrivalFields, GrowthFields, RuleField, total
     """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after them to keep the load steady."""
     clients: int | None
     """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has ended."""
+    bench: str | PathLike[str] | None
+    """Send what this command of `vllm bench serve`, SGLang's bench_serving or AIPerf sends, from the first to the last request. Lengths of data sets come from `workload`."""
     own_times: bool | None
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: float | None

@@ -516,6 +516,9 @@ class SimulateRequest(LoadFields, ArrivalFields, GrowthFields, RuleField):
     clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
     """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has
     ended."""
+    bench: Annotated[Name | None, Option(metavar="COMMAND")] = None
+    """Send what this command of `vllm bench serve`, SGLang's bench_serving or AIPerf sends, from the first to the last
+    request. Lengths of data sets come from `workload`."""
     own_times: bool = False
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0

@@ -484,6 +484,13 @@ def run_requests(
     clients: int | None = None,
     rule: Rule | None = None,
 ) -> list[StepRecord]:
+    """Simulate requests on one replica, and return the steps.
+
+    Args:
+        trace: the requests. Without times, all arrive at the start. If the plan expects reuse but the trace has no
+            prefixes, the planned share of each prompt is a common prefix.
+        clients: largest number of outstanding requests. A further one arrives when one has ended, not before its time.
+    """
     schedule = policies.build(plan, rule)
     size = plan.block_size
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
@@ -521,7 +528,7 @@ def run_requests(
     while (step := engine.step()) is not None:
         steps.append(step)
         for request in islice(later, len(step.finished)):
-            engine.submit(request._replace(arrival_ns=step.end_ns + path_ns))
+            engine.submit(request._replace(arrival_ns=max(request.arrival_ns, step.end_ns + path_ns)))
     return steps
 
 

@@ -17,8 +17,8 @@ from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.workload import ArrivalProcess
 from xprofiler.store import profile_of
+from xsimulator.benchmarked import simulate_benchmark
 from xsimulator.fitted import Fit
-from xsimulator.run import run_simulation
 
 PACE, STEP_S, PATH_S = 1.3, 2e-3, 0.03
 INPUT, OUTPUT = 400, 60
@@ -68,7 +68,8 @@ def truth(xgpt: Xgpt, tmp_path: Path) -> Callable[[int], tuple[float, float, flo
 
     def measured(clients: int) -> tuple[float, float, float]:
         load = read_loads(written(tmp_path / "lengths.json", vllm(clients, 1.0, 1.0, 1.0)))[0]
-        run = run_simulation(hidden.of_plan(plan), slow, load.workload, max(200, 4 * clients), clients=clients)
+        assert load.benchmark is not None
+        run = simulate_benchmark(hidden.of_plan(plan), slow, load.benchmark)
         assert run.times is not None
         return run.measured.throughput_rps, float(np.mean(run.times.ttft_s)), float(np.mean(run.times.tpot_s))
 

@@ -76,6 +76,7 @@ def simulate() -> None:
     Examples:
       xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --timeline timeline.json
       xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
+      xgpt simulate plan.json --bench 'vllm bench serve --random-input-len 512 --num-prompts 640 --max-concurrency 64'
     """
 
 
