@@ -62,12 +62,20 @@ def commands() -> str:
     """Return the page on the command line: each command's help, arguments and options."""
     schemas = ", ".join(f"[{name}](schemas/{name}.json)" for name in OUTPUTS)
     parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES.format(schemas=schemas)]
+    said: dict[str, str] = {}
     for name in COMMANDS:
         command = getattr(declared, name)
         context = click.Context(command, info_name=f"xgpt {name}")
         parts += [f"## xgpt {name}", _help(command.help or ""), f"```\n{_usage(command, context)}\n```"]
-        rows = [_option(option, context) for option in command.params if isinstance(option, click.Option)]
-        parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]))
+        rows = {_option(each, context): each.opts[-1] for each in command.params if isinstance(each, click.Option)}
+        own = [row for row in rows if row not in said]
+        parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *own]))
+        parts += [
+            f"As in [{first}](#{first.replace(' ', '-')}): "
+            + ", ".join(f"`{option}`" for row, option in rows.items() if said.get(row) == first)
+            for first in dict.fromkeys(said[row] for row in rows if row in said)
+        ]
+        said = dict.fromkeys(own, f"xgpt {name}") | said
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,12 +179,13 @@ def python() -> str:
         "Errors are subclasses of `xgpt.XgptError`: `InputError` (bad input), `InfeasibleError` (no plan keeps the "
         "bounds) and `MachineError` (the machine cannot do it).",
     ]
+    said: dict[str, str] = {}
     for name in (name for name in xgpt.__all__ if not name.endswith("Error")):
         function = getattr(api, name)
         text, *sections = re.split(r"\n\n(Args|Yields|Raises):\n", inspect.getdoc(function) or "")
         parts += [f"## {name}", f"`xgpt.{name}{_signature(function)}`", _paragraphs(text)]
         titled = zip(sections[::2], sections[1::2], strict=True)
-        parts += [f"{TITLES[title]}:\n\n{_entries(lines)}" for title, lines in titled]
+        parts += [f"{TITLES[title]}:\n\n{_entries(lines, name, said)}" for title, lines in titled]
     return "\n\n".join(parts) + "\n"
 
 
@@ -197,11 +206,16 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(found)
 
 
-def _entries(lines: str) -> str:
-    """Return the entries of a docstring's section as a list."""
-    entries = re.split(r"\n(?=\S)", textwrap.dedent(lines))
-    split = (" ".join(entry.split()).partition(": ") for entry in entries)
-    return "\n".join(f"- `{name}`: {_escaped(text)}" for name, _, text in split)
+def _entries(lines: str, function: str, said: dict[str, str]) -> str:
+    """Return the entries of a docstring's section as a list. What an earlier function says is named there only."""
+    entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(lines))]
+    own = [entry.partition(": ") for entry in entries if entry not in said]
+    found = [f"- `{name}`: {_escaped(text)}" for name, _, text in own]
+    for first in dict.fromkeys(said[entry] for entry in entries if entry in said):
+        names = ", ".join(f"`{entry.partition(': ')[0]}`" for entry in entries if said.get(entry) == first)
+        found.append(f"- as in [{first}](#{first}): {names}")
+    said |= {entry: function for entry in entries if entry not in said}
+    return "\n".join(found)
 
 
 def examples() -> str:
