@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.exports import export
 from tests.fakes import eventually
 from tests.planned import cpus, problem_of, scored
 from xgpt.core.io import dump_json
+from xgpt.core.processes import free_port
 from xgpt.core.schema import Plan
 from xgpt.exporting.groups import PORT, RAY_PORT
 from xgpt.resolve import load_cluster
@@ -30,6 +33,7 @@ LANES = {
     "pp": ("orca", [[1, 1]], {"max_batch": 8}),
     "waa": ("waa", [[1], [1]], {"encode_batch": 4, "max_decode_batch": 16}),
 }
+KEY = "0123456789abcdef"
 RAY = f"""#!/bin/sh
 exec {sys.executable} -m ray.scripts.scripts "$@" --num-cpus=1
 """
@@ -44,61 +48,117 @@ def container_of(plan: Plan, role: str) -> dict[str, Any]:
     return found
 
 
-def end_ray(port: int) -> None:
-    """Kill all processes of the Ray cluster whose head listens at a port, as the end of its pods would."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if any(word.endswith((f":{port}", f"_port={port}")) for word in words[1:]):
-                os.kill(int(process.name), signal.SIGKILL)
+def planned_on_two_machines(kind: str, directory: Path) -> Plan:
+    policy, degrees, values = LANES[kind]
+    plan = scored(problem_of(directory, 2), policy, degrees, 1, **values)
+    plan = plan.model_copy(update={"cluster": cpus(2).model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
+    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"engine": "xgpt"})})
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+class Pods:
+    """The containers of a group's leader and worker, each a process with what it starts."""
+
+    def __init__(self, plan: Plan, directory: Path) -> None:
+        self.plan, self.directory, self.meet, self.port = plan, directory, free_port(), free_port()
+        for name, text in (("plan/plan.json", dump_json(plan)), ("keys/key", KEY + "\n"), ("ray", RAY)):
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text)
+        (directory / "ray").chmod(0o755)
+        self.of: dict[str, subprocess.Popen[bytes]] = {}
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.headers = {"Authorization": f"Bearer {KEY}"}
+
+    def start(self, role: str) -> None:
+        variables = {"NAMESPACE": "ns", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost"}
+        variables |= {"POD": f"{self.directory}/{role}", "PATH": f"{self.directory}{os.pathsep}{os.environ['PATH']}"}
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": KEY * 2}
+        words = []
+        for word in container_of(self.plan, role)["command"]:
+            word = re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word)
+            word = word.replace("/etc/xgpt", str(self.directory)).replace(str(RAY_PORT), str(self.meet))
+            words.append(word.replace("python3", sys.executable).replace(f"--port {PORT}", f"--port {self.port}"))
+        with (self.directory / "log").open("a") as log:
+            self.of[role] = subprocess.Popen(words, env=os.environ | variables, stdout=log, stderr=log)
+
+    def kill(self, role: str) -> None:
+        """Kill all processes of a pod, as the loss of its machine would."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"POD={self.directory}/{role}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+        self.of[role].wait(60)
+
+    def close(self) -> None:
+        for role in self.of:
+            self.kill(role)
+
+    def said(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def ask(self, tokens: int) -> list[int]:
+        body = {"model": self.plan.model.name, "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0}
+        body |= {"ignore_eos": True}
+        post = httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers, trust_env=False, timeout=120)
+        found: list[int] = post.raise_for_status().json()["choices"][0]["token_ids"]
+        return found
+
+    def is_ready(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/ready", trust_env=False).status_code == 200
+        return False
+
+
+@pytest.fixture
+def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+    found = Pods(planned_on_two_machines(request.param, save_checkpoint(tmp_path / "model")), tmp_path)
+    try:
+        for role in ("worker", "leader"):  # pods start in any order
+            found.start(role)
+        assert eventually(found.is_ready, 180), found.said()
+        yield found
+    finally:
+        found.close()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", LANES)
-def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:
-    policy, degrees, values = LANES[kind]
-    directory = save_checkpoint(tmp_path / "model")
-    plan = scored(problem_of(directory, 2), policy, degrees, 1, **values)
-    plan = plan.model_copy(update={"cluster": cpus(2).model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
-    plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"engine": "xgpt"})})
-    (tmp_path / "plan").mkdir()
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "plan" / "plan.json").write_text(dump_json(plan))
-    (tmp_path / "keys" / "key").write_text("0123456789abcdef\n")
-    (tmp_path / "ray").write_text(RAY)
-    (tmp_path / "ray").chmod(0o755)
-    meet, port = free_port(), free_port()
-    environment = {"NAMESPACE": "ns", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost"}
-    with ExitStack() as at_end:
-        log = at_end.enter_context((tmp_path / "log").open("w"))
-        at_end.callback(end_ray, meet)
-        processes = []
-        for role in ("worker", "leader"):  # pods start in any order
-            path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-            variables = environment | {"PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
-            words = []
-            for word in container_of(plan, role)["command"]:
-                word = re.sub(r"\$\((\w+)\)", lambda found, variables=variables: variables[found[1]], word)  # type: ignore[misc]
-                word = word.replace("/etc/xgpt", str(tmp_path)).replace(str(RAY_PORT), str(meet))
-                words.append(word.replace("python3", sys.executable).replace(f"--port {PORT}", f"--port {port}"))
-            process = subprocess.Popen(words, env=os.environ | variables, stdout=log, stderr=log)
-            at_end.callback(process.wait, 60)
-            at_end.callback(process.kill)
-            processes.append(process)
-        said = (tmp_path / "log").read_text
-        assert eventually(lambda: "listening on" in said(), 180), said()
-        url, key = f"http://127.0.0.1:{port}", {"Authorization": "Bearer 0123456789abcdef"}
-        body = {"model": plan.model.name, "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-        assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 401
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, trust_env=False, timeout=60)
-        assert len(answer.raise_for_status().json()["choices"][0]["token_ids"]) == 6
-        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
-        processes[-1].terminate()
-        assert processes[-1].wait(60) == 0, said()
+@pytest.mark.parametrize("pods", LANES, indirect=True)
+def test_the_pods_of_a_group_serve_together(pods: Pods) -> None:
+    assert httpx.post(f"{pods.url}/v1/completions", json={}, trust_env=False).status_code == 401
+    assert len(pods.ask(6)) == 6
+    pods.of["leader"].terminate()
+    assert pods.of["leader"].wait(60) == 0, pods.said()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("pods", ["pp"], indirect=True)
+def test_a_lost_worker_costs_no_request_and_a_lost_leader_those_that_it_holds(pods: Pods) -> None:
+    """With `restartPolicy: None`, kubelet starts what has ended; the leader keeps its clients' connections."""
+    undisturbed = pods.ask(60)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(pods.ask, 60) for _ in range(8)]
+        time.sleep(0.3)
+        assert not all(each.done() for each in running)
+        pods.kill("worker")
+        pods.start("worker")
+        assert [each.result() for each in running] == [undisturbed] * 8
+        running = [pool.submit(pods.ask, 60) for _ in range(8)]
+        time.sleep(0.3)
+        lost = sum(not each.done() for each in running)
+        assert lost
+        pods.kill("leader")
+        pods.start("leader")
+        assert sum(isinstance(each.exception(), httpx.HTTPError) for each in running) <= lost
+    begin = time.monotonic()
+
+    def worker_is_back() -> bool:
+        if pods.of["worker"].poll() is not None:  # Ray ends a node without its head
+            pods.start("worker")
+        return pods.is_ready()
+
+    assert eventually(worker_is_back, 240), pods.said()
+    print(
+        f"{lost} of 8 requests were lost with the leader, and the group answered after {time.monotonic() - begin:.0f} s"
+    )
+    assert pods.ask(60) == undisturbed

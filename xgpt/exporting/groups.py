@@ -98,11 +98,7 @@ def _own(plan: Plan, target: Target, devices: int, nodes: int) -> NodeGroup:
             words += [*names[framework], plan.model.name]
         words += ["--host", "0.0.0.0", "--port", str(PORT)]
         words += ["--api-key", "$(API_KEY)"] if framework == "sglang" else []
-    if (
-        target in IN_PODS
-        and framework == "vllm"
-        and (plan.engine is None or TESTED_VERSION.startswith(plan.engine.version))
-    ):
+    if framework == "vllm" and (plan.engine is None or TESTED_VERSION.startswith(plan.engine.version)):
         words += ["--shutdown-timeout", str(DRAIN_S)]
     follows: list[str] = []
     if nodes > 1:

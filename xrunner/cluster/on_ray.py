@@ -6,6 +6,7 @@ machine's `LauncherProcess`. Workers report to the engine's process, and exchang
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from inspect import getsource
 from typing import Any, NoReturn
 
 import msgspec
@@ -25,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.network import reach
+from xrunner.cluster import looking
 from xrunner.cluster.launching import (
     ALIVE_S,
     SILENCE_S,
@@ -34,6 +37,7 @@ from xrunner.cluster.launching import (
     MachineGroup,
     StartWorkers,
 )
+from xrunner.cluster.looking import look
 
 MEET_S = 600.0
 """Seconds within which Ray must find enough machines, for example after the loss of one, and Ray's head must answer."""
@@ -101,15 +105,15 @@ def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
 
 def _compare(nodes: Sequence[Mapping[str, Any]], checkpoint: str | None) -> None:
     """Compare what runs on nodes with what runs here, before any worker starts."""
-    look, here = _looking(), _looking()(checkpoint)
+    ask, here = _asking(checkpoint), look(checkpoint)
     calls = []
     for node in nodes:
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        calls.append(ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy).remote(checkpoint))
+        calls.append(ray.remote(ask).options(num_cpus=0, scheduling_strategy=strategy).remote())
     for node, call in zip(nodes, calls, strict=True):
         name = node["NodeManagerAddress"]
         try:
-            there = ray.get(call, timeout=LOOK_S)
+            there = json.loads(ray.get(call, timeout=LOOK_S))
         except RayError as error:
             raise MachineError(f"machine {name} does not answer: {str(error).splitlines()[0]}") from None
         for what, value in here.items():
@@ -118,45 +122,20 @@ def _compare(nodes: Sequence[Mapping[str, Any]], checkpoint: str | None) -> None
                 raise MachineError(f"machine {name} has {has}, and this one {value}: {REMEDIES[what]}")
 
 
-def _looking() -> Callable[[str | None], dict[str, str]]:
-    """Return the function that looks at a machine. Ray sends its code there, which may lack xgpt."""
+def _asking(checkpoint: str | None) -> Callable[[], str]:
+    """Return the function by which a machine looks at itself. Ray sends its code there, which may lack xgpt."""
+    source = getsource(looking)
+    given = [] if checkpoint is None else [checkpoint]
 
-    def look(checkpoint: str | None) -> dict[str, str]:
-        import hashlib
-        import platform
-        from importlib.metadata import PackageNotFoundError, version
-        from importlib.util import find_spec
-        from pathlib import Path
+    def ask() -> str:
+        import subprocess
+        import sys
 
-        def sampled(path: Path, name: str) -> bytes:
-            size = path.stat().st_size
-            digest = hashlib.sha256(f"{name} {size}".encode())
-            with path.open("rb") as file:
-                for i in range(17):  # the whole of a small file, and of a large one its head, end and 15 places
-                    file.seek(max(0, size - 65536) * i // 16)
-                    digest.update(file.read(65536))
-            return digest.digest()
+        return subprocess.run(
+            [sys.executable, "-c", source, *given], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
 
-        def of_files(root: Path, pattern: str) -> str:
-            files = sorted(path for path in root.rglob(pattern) if path.is_file())
-            return hashlib.sha256(b"".join(sampled(path, str(path.relative_to(root))) for path in files)).hexdigest()
-
-        found = {"Python": f"Python {platform.python_version()}"}
-        try:
-            found["Ray"] = f"Ray {version('ray')}"
-        except PackageNotFoundError:
-            found["Ray"] = ""
-        specs = [find_spec(name) for name in ("xgpt", "xrunner")]
-        roots = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
-        code = "".join(of_files(root, "*.py") for root in roots)
-        short = hashlib.sha256(code.encode()).hexdigest()[:12]
-        found["xgpt"] = f"xgpt with the code {short}" if len(roots) == len(specs) else ""
-        if checkpoint is not None:
-            is_there = Path(checkpoint).is_dir()
-            found["checkpoint"] = f"the checkpoint {of_files(Path(checkpoint), '*')[:12]}" if is_there else ""
-        return found
-
-    return look
+    return ask
 
 
 def _free(group: PlacementGroup) -> None:
@@ -195,6 +174,8 @@ def _connect(address: str) -> None:
                 if address == "auto" or time.monotonic() > deadline:
                     reason = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
                     raise InputError("ray", address, reason) from None
+            except RuntimeError as error:  # versions differ
+                raise MachineError(f"Ray refuses this machine: {' '.join(str(error).split())}") from None
             time.sleep(AGAIN_S)
 
 
