@@ -1,27 +1,23 @@
 """Compare the figures of papers (ExeGPT, ORCA, TCB, PeriFlow) with xgpt's.
 
-    python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--record]
+    python -m benchmarks.papers [PART ...] [--quick] [--record]
 
 A part computes some rows of the table. Without named parts, all run, or with --quick only those that neither search nor
-measure. Results of the same commit in the JSON lines are not computed again, so an interrupted run continues. --record
-stores the rows for docs/results/papers.md and the tables for its pictures, all of one commit.
+measure. --record stores each part's rows for docs/results/papers.md, and its tables for the pictures, as soon as the
+part has run; rows of other parts stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from datetime import date
+from typing import NamedTuple
 
 from benchmarks.lib import results
-from benchmarks.lib.results import record, table
+from benchmarks.lib.results import record, stored, table
 from benchmarks.papers import drift, exegpt, measured, orca, periflow, tcb
 from benchmarks.papers.claims import Claim, Found, Table
-from xgpt.core.io import write_atomic
 
 
 class Part(NamedTuple):
@@ -62,41 +58,19 @@ PARTS = {
 }
 
 
-class Store:
-    """The results of one commit, in lines of JSON; an interrupted run continues where it stopped."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path, self.commit = path, _commit()
-        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-        kept = [json.loads(line) for line in lines]
-        self._made = {name: entries for name, commit, entries in kept if commit == self.commit}
-
-    def get(self, name: str, part: Part) -> list[Found]:
-        if name not in self._made:
-            self._made[name] = [["claim" if isinstance(one, Claim) else "table", asdict(one)] for one in part.make()]
-            if self._path is not None:
-                lines = [json.dumps([key, self.commit, value]) + "\n" for key, value in self._made.items()]
-                write_atomic(self._path, "".join(lines))
-        return [_read(kind, fields) for kind, fields in json.loads(json.dumps(self._made[name]))]
-
-    def has(self, name: str) -> bool:
-        return name in self._made
-
-
-def _read(kind: str, fields: dict[str, Any]) -> Found:
-    if kind == "claim":
-        return Claim(**fields)
-    return Table(fields["title"], tuple(fields["columns"]), tuple(map(tuple, fields["rows"])), fields["note"])
-
-
-def _commit() -> str:
-    command = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-
-
-COLUMNS = ("source", "what", "paper", "ours", "ours / paper", "holds if", "holds", "assumption that decides")
-PAPERS = {"exegpt": ("ExeGPT",), "orca": ("ORCA", "PeriFlow"), "tcb": ("TCB",)}
-"""Results of the page, and the first words of their rows' sources."""
+COLUMNS = (
+    "part, date",
+    "source",
+    "what",
+    "paper",
+    "ours",
+    "ours / paper",
+    "holds if",
+    "holds",
+    "assumption that decides",
+)
+PAPERS = {"exegpt": ("exegpt",), "orca": ("orca", "periflow"), "tcb": ("tcb",)}
+"""Results of the page, and the first words of their parts' names."""
 
 
 def rows_of(claims: Iterable[Claim]) -> list[list[str]]:
@@ -112,14 +86,17 @@ def rows_of(claims: Iterable[Claim]) -> list[list[str]]:
     return rows
 
 
-def keep_all(found: Sequence[Found]) -> None:
-    claims = [one for one in found if isinstance(one, Claim)]
-    for name, sources in PAPERS.items():
-        group = [one for one in claims if one.source.split()[0] in sources]
-        held = sum(one.holds for one in group)
-        record(
-            f"papers/{name}", "{held} of {rows} rows hold.", table(COLUMNS, rows_of(group)), held=held, rows=len(group)
-        )
+def keep(name: str, found: Sequence[Found]) -> None:
+    """Store a part's rows beside those of its paper's other parts, and its tables."""
+    [paper] = [paper for paper, words in PAPERS.items() if name.split("-")[0] in words]
+    cell = f"`{name}`, {date.today():%Y-%m-%d}"
+    ours = [[cell, *row] for row in rows_of(one for one in found if isinstance(one, Claim))]
+    kept = {part: [] for part in PARTS}
+    for row in stored("papers")[paper].rows:
+        kept[row[0].split("`")[1]].append(row)
+    rows = [row for part in PARTS for row in (ours if part == name else kept[part])]
+    held = sum(row[COLUMNS.index("holds")] == "yes" for row in rows)
+    record(f"papers/{paper}", "{held} of {rows} rows hold.", table(COLUMNS, rows), held=held, rows=len(rows))
     for one in found:
         if isinstance(one, Table):
             results.store(f"figures/papers/{one.title}", one.note, table(one.columns, one.rows))
@@ -129,18 +106,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="run only parts that neither search nor measure")
-    parser.add_argument("--jsonl", type=Path)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]!r} is not a part; known parts are {', '.join(PARTS)}")
-    store = Store(options.jsonl)
     for name, part in PARTS.items():
         if name in options.parts or (not options.parts and (part.kind == "forms" or not options.quick)):
-            _show(name, store.get(name, part))
-    if options.record:
-        keep_all([one for name, part in PARTS.items() for one in store.get(name, part)])
+            found = list(part.make())
+            _show(name, found)
+            if options.record:
+                keep(name, found)
 
 
 def _show(name: str, found: Sequence[Found]) -> None:
