@@ -99,8 +99,8 @@ class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=Fals
     """Instead of `cluster`: choose the cheapest of these clusters that sustains the load, with the fewest devices. PRICE is the price of one device for an hour."""
     maximise: str | PathLike[str] | None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
-    order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
-    """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB)."""
+    order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "shuffled"] | None
+    """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB). shuffled: the earliest arrival, at random within each 64 requests (ExeGPT)."""
     fix: Mapping[str | PathLike[str], int] | None
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. tp_devices is the number of a replica's devices in tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. `order=das` adds eta_percent and, for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 

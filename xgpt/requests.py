@@ -314,7 +314,8 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     ] = None
     """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest
     prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which
-    finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB)."""
+    finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB).
+    shuffled: the earliest arrival, at random within each 64 requests (ExeGPT)."""
     fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp,
     replicas and tp_devices. tp_devices is the number of a replica's devices in tensor-parallel groups: on three

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.lib import results
 from benchmarks.lib.results import record, stored, table
-from benchmarks.papers import drift, exegpt, measured, orca, periflow, tcb
+from benchmarks.papers import drift, exegpt, measured, orca, periflow, steps, tcb
 from benchmarks.papers.claims import Claim, Found, Table
 
 
@@ -33,8 +33,9 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "exegpt-figure-4": Part(exegpt.figure_4, "forms"),
-    "exegpt-tables-6-7": Part(exegpt.tables_6_and_7, "forms"),
+    "exegpt-figure-4": Part(steps.figure_4, "forms"),
+    "exegpt-tables-6-7": Part(steps.tables_6_and_7, "forms"),
+    "exegpt-randomised": Part(steps.randomised_inputs, "search"),
     "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search"),
     "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
     "exegpt-figure-9": Part(exegpt.figure_9, "search"),

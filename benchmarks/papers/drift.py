@@ -93,10 +93,10 @@ def drift_of_rra() -> Iterator[Claim]:
     ):
         off = {quantile: _off(factors, bound_s) for quantile, bound_s in bounds.items()}
         throughput, latency = off[0.3]
-        shown = "; ".join(
-            f"{'no bound' if quantile is None else f'{quantile:.0%}'}: {more:.0f}%, {longer:.0f}%"
-            for quantile, (more, longer) in off.items()
-        )
+        names = {quantile: "no bound" if quantile is None else f"{quantile:.0%}" for quantile in off}
+        shown = "; ".join(f"{names[key]}: {more:.0f}%, {longer:.0f}%" for key, (more, longer) in off.items())
+        kept = {key: more <= most_throughput + 5 and longer <= most_latency + 5 for key, (more, longer) in off.items()}
+        holding = [names[key] for key, is_kept in kept.items() if is_kept]
         yield judged(
             "ExeGPT 7.6",
             f"RRA, {TASK}, output lengths with {name}: largest differences in throughput and latency between the "
@@ -104,10 +104,9 @@ def drift_of_rra() -> Iterator[Claim]:
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
-            throughput <= most_throughput + 5 and latency <= most_latency + 5,
-            "how steeply throughput rises with latency near the bound. The two differences, by the quantile of FT's "
-            "latencies that is the bound: "
-            f"{shown}",
+            kept[0.3],
+            "how steeply throughput rises with latency near the bound. By the quantile of FT's latencies that is the "
+            f"bound: {shown}; the row holds at {', '.join(holding) or 'none of them'}",
         )
 
 

@@ -33,7 +33,11 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
     [
         ("plan --latency-bound 8 --model wrong.yaml", "", "--model: 'wrong.yaml' is not accepted; it is empty"),
         ("plan --latency-bound 8 --model wrong.yaml", "- 1", "--model is not accepted; it must have the fields"),
-        ("plan --latency-bound 8 --workload wrong.yaml", "name: x", "workload.source is missing; give a value"),
+        (
+            "plan --latency-bound 8 --workload wrong.yaml",
+            "name: x",
+            "workload.source is missing; give a value, also for `workload.input` and `workload.output`",
+        ),
         (f"plan --latency-bound 8 {ON} --workload .", "", "--workload: '.' is not accepted; it is a directory"),
         (f"fleet --trace missing.csv --latency-bound 8 {ON}", "", "--trace: 'missing.csv' is not accepted; it cannot"),
         (f"fleet --trace wrong.yaml --latency-bound 8 {ON}", "name: x", "trace.stages is missing; give a value"),

@@ -238,7 +238,7 @@ def steps(log: list[StepRecord]) -> list[tuple[object, ...]]:
 @given(
     seed=st.integers(0, 2**32),
     spare_blocks=st.sampled_from([0, 3, 10, 1000]),
-    order=st.sampled_from(["fcfs", "sjf", "lpt", "edf", "das"]),
+    order=st.sampled_from(["fcfs", "sjf", "lpt", "edf", "das", "shuffled"]),
     has_accounts=st.booleans(),
     reuse=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),

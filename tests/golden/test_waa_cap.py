@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.papers.exegpt import opt_on_four_a40, waa_placement
 from benchmarks.papers.settings import problem, workload_of
+from benchmarks.papers.steps import opt_on_four_a40, waa_placement
 from tests.rings import examples
 from xgpt.core.schema import WaaSettings
 from xscheduler.schedule import Scheduler
@@ -22,7 +22,7 @@ CAPS = ((10, 20), (20, 80), (4, 16), (10, 40), (20, 40), (40, 80))[: examples(6,
 
 def test_the_cap_counts_what_is_encoded_and_moved() -> None:
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
-    subject, placement, (_, model) = scheduler.problem, waa_placement(scheduler, [[2], [1, 1]], 2), opt_on_four_a40()
+    subject, placement, (_, model, _) = scheduler.problem, waa_placement(scheduler, [[2], [1, 1]], 2), opt_on_four_a40()
     left_out = {}
     for batch, cap in CAPS:
         settings = {"encode_batch": batch, "max_decode_batch": cap}

@@ -41,7 +41,9 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
         .replace("String should", "it must")
     )
     if kind == "missing":
-        value, accepted = None, "give a value"
+        siblings = [one["loc"][-1] for one in error.errors()[1:] if (one["type"], one["loc"][:-1]) == (kind, loc[:-1])]
+        also = " and ".join(f"`{'.'.join([*names[:-1], str(name)])}`" for name in siblings)
+        value, accepted = None, f"give a value, also for {also}" if also else "give a value"
     elif kind == "extra_forbidden":
         known = {name for model in types for name in model.model_fields}
         accepted = f"there is no such {'field' if field else 'argument'}"

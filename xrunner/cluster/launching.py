@@ -81,9 +81,7 @@ class MachineLauncher(Protocol):
         """
 
     def is_at_work(self) -> bool:
-        """Return whether a silent launcher may still report, because it is starting, or waits for a processor or a
-        machine.
-        """
+        """Return whether a silent launcher, or a worker of it, is starting, or waits for a processor or a machine."""
 
     def excuse_silence(self) -> None:
         """Measure the launcher's silence from now on. Called after this process itself was suspended."""
@@ -142,7 +140,7 @@ class LauncherProcess:
             read = os.read(self.fileno(), READ_BYTES)
         except BlockingIOError:
             silent_s = 0.0 if self._heard_s is None else now - self._heard_s
-            if silent_s > SILENCE_S and (silent_s > BUSY_S or not self.is_at_work()):
+            if silent_s > SILENCE_S and (silent_s > BUSY_S or not processes.is_at_work(self._process.pid)):
                 raise MachineError(f"the launcher of the workers has been silent for {silent_s:.0f} s") from None
             return []
         if not read:
@@ -153,7 +151,7 @@ class LauncherProcess:
         return [what for what in heard if isinstance(what, Exited)]
 
     def is_at_work(self) -> bool:
-        return processes.is_at_work(self._process.pid)
+        return any(map(processes.is_at_work, (self._process.pid, *processes.children_of(self._process.pid))))
 
     def excuse_silence(self) -> None:
         if self._heard_s is not None:

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from xgpt.core.policies.in_time import FirstTokens, InTimeOrder, Job, Pace
-from xgpt.core.policies.orders import ETA, DasOrder, Entry, Order, SortedOrder, deadline, prune
+from xgpt.core.policies.orders import ETA, DasOrder, Entry, Order, SortedOrder, deadline, prune, shuffled
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
@@ -365,6 +365,8 @@ def make_order(
             return SortedOrder(lambda request: request.input_length)
         case "lpt":
             return SortedOrder(lambda request: -request.max_output)
+        case "shuffled":
+            return SortedOrder(shuffled)
         case "edf":
             return SortedOrder(deadline)
         case "das":

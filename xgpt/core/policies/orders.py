@@ -1,8 +1,8 @@
 """Implement the admission orders: which of an account's waiting requests enters next.
 
-This file has first come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest
-deadline first (edf), and TCB's deadline-aware scheduling (das). `in_time` has order in-time. All orders sort requests
-on arrival, so the cost of a step depends on how many requests enter, not on how many wait.
+This file has first come, first served (fcfs), almost so (shuffled), shortest prompt first (sjf), longest output first
+(lpt), earliest deadline first (edf), and TCB's deadline-aware scheduling (das). `in_time` has order in-time. All orders
+sort requests on arrival, so the cost of a step depends on how many requests enter, not on how many wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
+from random import Random
 from typing import Any
 
 from xgpt.core.policies.request import Request
@@ -26,6 +27,18 @@ def utility(request: Request) -> float:
 
 def deadline(request: Request) -> float:
     return math.inf if request.deadline_ns is None else request.deadline_ns
+
+
+WINDOW = 64
+"""Number of consecutive requests that shuffled mixes: more than a batch admits, few enough that none waits long."""
+
+
+def shuffled(request: Request) -> float:
+    """Return a key that sorts requests by their window of ids, and at random within it, the same way each time.
+
+    Source: ExeGPT sec. 6, which randomises inputs across batches where input and output lengths correlate.
+    """
+    return request.id // WINDOW + Random(request.id).random()
 
 
 class Order(ABC):

@@ -14,7 +14,7 @@ SPARED_TAIL = 0.1
 """Share of the permitted violations of the bound that a plan leaves unused under sla "request"."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
+AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "shuffled"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
 SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
@@ -210,7 +210,8 @@ class Admission(Frozen):
     - "sjf": shortest prompt first;
     - "lpt": largest maximum output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
-    - "das": TCB's deadline-aware scheduling, for rows of `row_tokens` prompt tokens.
+    - "das": TCB's deadline-aware scheduling, for rows of `row_tokens` prompt tokens;
+    - "shuffled": by arrival, but at random within each 64 consecutive requests (ExeGPT sec. 6).
 
     A request is overdue once it has waited longer than `patience` times the plan's latency. While there are overdue
     requests, every second request that enters is the one that has waited longest. So no request starves.

@@ -18,7 +18,7 @@ from tests.rings import few
 from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import workers as workers_module
-from xrunner.cluster.launching import Exited, LauncherSettings, MachineGroup, StartWorkers
+from xrunner.cluster.launching import Exited, LauncherProcess, LauncherSettings, MachineGroup, StartWorkers
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore, EpochKeys
 from xrunner.cluster.workers import Workers
@@ -98,6 +98,21 @@ def test_a_worker_that_is_seen_to_work_may_be_silent(alone: Workers, monkeypatch
         time.sleep(1.6)
         assert not is_lost(alone)
     comes_back(alone, *before)
+
+
+def test_a_launcher_is_at_work_while_its_workers_start() -> None:
+    """On an overloaded machine, a worker imports torch for longer than `START_S`, while its launcher only waits."""
+    launcher = LauncherProcess.__new__(LauncherProcess)
+    shell = subprocess.Popen(["sh", "-c", "while :; do :; done & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    child, launcher._process = int(shell.stdout.readline()), shell
+    try:
+        assert eventually(launcher.is_at_work)
+        os.kill(child, signal.SIGSTOP)
+        assert eventually(lambda: not launcher.is_at_work())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        shell.communicate()
 
 
 def test_nothing_is_killed_but_children_of_the_launcher(alone: Workers) -> None:

@@ -337,6 +337,25 @@ def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.M
                 hanging.wait(0.1)
 
 
+def test_a_start_is_given_processor_seconds_not_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded machine, an engine that gets a hundredth of a core starts; one that idles or spins does not."""
+    now = 0.0
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now)
+    start = remote._Start()
+    for second in range(3600):
+        now = float(second)
+        start.check(second / 100)
+    with pytest.raises(EngineLost, match="nothing for 121 s"):
+        for second in range(3600, 3800):
+            now = float(second)
+            start.check(36.0)
+    spinning = remote._Start()
+    with pytest.raises(EngineLost, match="nothing for 601 processor seconds"):
+        for second in range(3800, 4800):
+            now = float(second)
+            spinning.check(float(second))
+
+
 def test_a_peer_that_announces_an_endless_message_has_gone() -> None:
     """It would be kept until memory ends."""
     front, engine = pair()

@@ -18,7 +18,7 @@ from tests.unit.xgpt.core.policies.test_in_time import nanosecond_a_token
 from xgpt.core.policies import admission
 from xgpt.core.policies.admission import Queue
 from xgpt.core.policies.in_time import InTimeOrder
-from xgpt.core.policies.orders import DasOrder, EarliestUpTo, SortedOrder, utility
+from xgpt.core.policies.orders import WINDOW, DasOrder, EarliestUpTo, SortedOrder, utility
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import Account, AdmissionOrder
 
@@ -52,6 +52,22 @@ REQUESTS = [request(0, 8, 50), request(1, 3), request(2, 8, 20), request(3, 5, 2
 )
 def test_sorted_orders(order, expected):
     assert drained(filled(make_queue(order, 100), REQUESTS)) == expected
+
+
+def test_shuffled_mixes_each_window_of_arrivals_differently_and_the_same_way_each_time():
+    requests = [request(id_, 10) for id_ in range(3 * WINDOW)]
+    ids = drained(filled(make_queue("shuffled"), requests))
+    assert ids == drained(filled(make_queue("shuffled"), requests))
+    windows = [ids[n * WINDOW : (n + 1) * WINDOW] for n in range(3)]
+    for n, window in enumerate(windows):
+        assert sorted(window) == requests_of_window(n) != window
+    assert [i % WINDOW for i in windows[0]] != [i % WINDOW for i in windows[1]]
+    # Neighbours are as far apart as by chance.
+    assert np.mean(np.abs(np.diff(np.argsort(windows[0])))) == pytest.approx(WINDOW / 3, rel=0.35)
+
+
+def requests_of_window(number: int) -> list[int]:
+    return list(range(number * WINDOW, (number + 1) * WINDOW))
 
 
 def test_das_takes_the_shortest_then_the_most_urgent_of_nearly_their_worth():

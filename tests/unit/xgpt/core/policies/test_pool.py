@@ -88,7 +88,7 @@ def test_cancelling_what_is_not_there_is_ignored() -> None:
     assert Pool(4, 4).cancel(7) == []
 
 
-@pytest.mark.parametrize("order", ["fcfs", "sjf", "lpt", "edf", "das"])
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "lpt", "edf", "das", "shuffled"])
 def test_a_fresh_pool_lets_requests_in_in_the_same_order(order: AdmissionOrder) -> None:
     """A restart made every order first come, first served."""
     pool = Pool(100, BLOCK_SIZE, waiting=make_queue(order, 20 if order == "das" else None))
