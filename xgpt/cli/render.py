@@ -215,38 +215,88 @@ TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "
 """Labels of times that count from arrival, by the first part of a figure's name."""
 
 
+SESSIONS = {
+    "sessions_per_s": "sessions that begin in a second",
+    "num_sessions": "sessions",
+    "num_turns": "turns",
+    "at_once": "sessions at once, mean",
+    "reused_share": "share of prompt tokens found in the cache",
+    "goodput": "share of turns within all bounds",
+    "goodput_of_sessions": "share of sessions within all bounds",
+}
+"""Labels of figures of sessions, without times."""
+
+
 def sessions_tables(found: SessionsOutput, title: str = "sessions, simulated") -> list[Table]:
     """Return tables of the figures of sessions."""
     shown = found.model_dump(exclude_none=True)
     times = {"ttft_s": "time to first token, s", "tpot_s": "time per output token, s"}
     times |= {"wait_s": "a session's waiting, s", "time_s": "a session's time without pauses, s"}
-    rows = [[name, f"{value:.4g}"] for name, value in shown.items() if isinstance(value, int | float)]
-    rows.append(["reused by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
+    rows = [[label, f"{shown[name]:.4g}"] for name, label in SESSIONS.items() if name in shown]
+    rows.append(["share found in the cache, by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
     ends = ("mean", "p50", "p90", "p99")
     of_times = [[label, *(f"{shown[name].get(end, 0.0):.4g}" for end in ends)] for name, label in times.items()]
     return [table(title, ["figure", "value"], rows), table("times", ["", *ends], of_times)]
 
 
+SIMULATED = {
+    "num_requests": "requests",
+    "window_s": "measured, s",
+    "throughput_rps": "requests/s",
+    "output_tokens_per_s": "output tokens/s",
+    "latency_s": "from admission to the last token, at the length of the bound, s",
+    "request_latency_s": "from admission to the last token, at the bound's quantile of requests, s",
+    "ttft_s": "from admission to the first token, mean, s",
+    "itl_p99_s": "gap between tokens, p99, s",
+    "preemptions": "preemptions",
+    "encode_batch": "prompts in a step with prompts",
+    "decode_batch": "requests in a step that decodes",
+    "idle_share": "share of the time in which a stage idles",
+    "reused_share": "share of prompt tokens found in the cache",
+    "goodput": "share of requests within all bounds",
+}
+"""Labels of a simulated run's figures, without the times that count from arrival."""
+
+
 def simulated_tables(run: Simulated) -> list[Table]:
-    """Return tables of a simulated run's figures. If requests arrive at a rate, their times are in a separate
-    table.
+    """Return tables of a simulated run's figures beside the plan's bounds. If requests arrive at a rate, their times
+    are in a separate table.
     """
-    figures = run.figures
-    of_times = [] if run.times is None else [*run.times.figures]
+    figures, constraint = run.figures, run.plan.constraint
+    bounded = "request_latency_s" if constraint.sla == "request" else "latency_s"
+    whole = _bound(constraint.latency_bound_s, constraint.quantile)
+    shares = {"goodput": _bound(constraint.quantile)} if constraint.bounds_latency else {}
+    bounds = {bounded: _bound(constraint.latency_bound_s)} | shares
     rows = [
-        [name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}"]
-        for name, value in figures.items()
-        if name not in of_times
+        [
+            label,
+            f"{figures[name]:,}" if isinstance(figures[name], int) else f"{figures[name]:.4g}",
+            bounds.get(name, ""),
+        ]
+        for name, label in SIMULATED.items()
+        if name in figures
     ]
-    rows += [[f"goodput of {name}", f"{share:.4g}"] for name, share in run.kept.items()]
-    found = [table(f"{run.plan.policy.kind}, simulated", ["figure", "value"], rows)]
-    if of_times:
+    rows += [[f"share of {name} within its bounds", f"{share:.4g}", ""] for name, share in run.kept.items()]
+    found = [table(f"{run.plan.policy.kind}, simulated", ["", "", "bound"], rows)]
+    if run.times is not None:
+        at = {
+            "ttft": _bound(constraint.ttft_s, constraint.ttft_quantile),
+            "tpot": _bound(constraint.tpot_s, constraint.tpot_quantile),
+            "whole": whole,
+        }
         rows = [
-            [label, *(f"{figures[name + end]:.4g}" if name + end in figures else "-" for end in ENDS)]
+            [label, *(f"{figures[name + end]:.4g}" if name + end in figures else "-" for end in ENDS), at[name]]
             for name, label in TIMES.items()
         ]
-        found.append(table("from arrival, waiting included", ["", "mean", "p50", "p90", "p99"], rows))
+        found.append(table("from arrival, waiting included", ["", "mean", "p50", "p90", "p99", "bound"], rows))
     return found
+
+
+def _bound(bound: float | None, quantile: float | None = None) -> str:
+    """Return a bound, and the quantile for which it holds, in words."""
+    if bound is None:
+        return ""
+    return f"{bound:g}" + (f" (p{100 * quantile:g})" if quantile else "")
 
 
 METRICS = {

@@ -186,7 +186,7 @@ def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(figures, indent=1))
         return
-    rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+    rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in figures.items()]
     render.show(render.table("the day on the simulated clock", ["figure", "value"], rows))
 
 
