@@ -121,10 +121,8 @@ class Tables:
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
         rows = self._attention[phase]
-        sized = rows["head_dim"] == head_dim
-        if not sized.any():
-            known = sorted(set(rows["head_dim"].tolist()))
-            raise InputError("model.head_dim", head_dim, f"the tables have only {', '.join(map(str, known))}")
+        size = min(set(rows["head_dim"].tolist()), key=lambda known: abs(np.log(known / head_dim)))
+        sized = rows["head_dim"] == size
         dims = sized & (rows["kv_cache_dtype"] == self.kv_dtype)
         if not dims.any():
             dims = sized & (rows["kv_cache_dtype"] == "bfloat16")
@@ -141,19 +139,20 @@ class Tables:
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
         # The time for prompts depends on products (one for each head); the time for decode depends on reading K/V.
         # Kernels divide work by requests and heads in the same way, so twice the heads take as long as twice the batch.
-        times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
-        if nearest != (heads, kv_heads):
-            self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
-                f"the time for {nearest[0]} heads, {nearest[1]} for K/V, at {times:g} times the batch"
+        # Both products and reads are in proportion to the size of a head.
+        times = (heads / nearest[0] if phase == "context" else kv_heads / nearest[1]) * head_dim / size
+        if (*nearest, size) != (heads, kv_heads, head_dim):
+            self.provenance[f"{phase} attention of {heads} heads of {head_dim}, {kv_heads} for K/V"] = (
+                f"the time for {nearest[0]} heads of {size}, {nearest[1]} for K/V, at {times:g} times the batch"
             )
         chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
         length = (rows["isl"] + rows["step"])[chosen]
         batch = rows["batch_size"][chosen].astype(float)
         flops = reads = np.zeros(len(batch))
         if phase == "context":
-            flops = 2 * batch * length.astype(float) ** 2 * nearest[0] * head_dim
+            flops = 2 * batch * length.astype(float) ** 2 * nearest[0] * size
         else:
-            reads = 2 * batch * length * nearest[1] * head_dim
+            reads = 2 * batch * length * nearest[1] * size
         kept = str(rows["kv_cache_dtype"][chosen][0])
         latency = self._lifted(f"{phase} attention", rows["latency"][chosen], kept, flops, reads)
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
@@ -189,14 +188,15 @@ class Tables:
         if self._all_reduce is None:
             self._all_reduce = self._all_reduce_rows()
         rows = self._all_reduce
-        chosen = rows["num_gpus"] == devices
-        if not chosen.any():
-            known = sorted(set(rows["num_gpus"].tolist()))
-            raise InputError(
-                "tp_degree", devices, f"the tables have all-reduces only over {', '.join(map(str, known))} devices"
+        known = min(set(rows["num_gpus"].tolist()), key=lambda number: abs(np.log(number / devices)))
+        if known != devices:
+            self.provenance[f"all-reduce over {devices} devices"] = (
+                f"that over {known}, by the bytes that a device sends"
             )
+        chosen = rows["num_gpus"] == known
         sizes, first = np.unique(rows["message_size"][chosen], return_index=True)
-        seconds = rows["latency"][chosen][first] / 1e3
+        sent = (1 - 1 / devices) / (1 - 1 / known)  # of a ring
+        seconds = sent * rows["latency"][chosen][first] / 1e3
         x = np.maximum(np.asarray(elements, float), 1)
         return np.exp(interpolate(np.log(x), np.log(sizes), np.log(seconds)))
 

@@ -214,8 +214,8 @@ def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> No
     profile = imported.profile(spec, H100, "bfloat16", BARE, tables)
     decode = profile.layer(1).decode_attention
     assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
-    said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
-    assert said == "the time for 16 heads, 4 for K/V, at 2 times the batch"
+    said = profile.provenance["generation attention of 32 heads of 64, 8 for K/V"]
+    assert said == "the time for 16 heads of 64, 4 for K/V, at 2 times the batch"
     assert profile.provenance["serving loop"] == "configs/engines, bare-1.0"
 
 
@@ -232,17 +232,9 @@ def test_no_point_is_faster_than_the_device(tables: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"spec": SPEC.model_copy(update={"head_dim": 80})},
-            "model.head_dim: 80 is not accepted; the tables have only 64",
-        ),
         ({"cluster": load_cluster("a100x16")}, "cluster.device: 'a100-sxm4-80gb' is not accepted; "),
         ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported only for float16"),
         ({"engine": load_engine("sglang")}, "framework: 'sglang' is not accepted; the tables have gemm only for vllm"),
-        (
-            {"cluster": load_cluster("h100x8")},
-            "tp_degree: 8 is not accepted; the tables have all-reduces only over 2, 4 devices",
-        ),
     ],
 )
 def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], says: str) -> None:
@@ -309,3 +301,13 @@ def test_on_the_command_line(tables: Path, tmp_path: Path, capsys: pytest.Captur
     assert "gemm: h100_sxm/gemm/vllm/0.24.0" in capsys.readouterr().out
     profile = Profile.model_validate_json(to.read_text())
     assert (profile.source, profile.dtype) == ("imported", "float8")
+
+
+def test_a_head_size_or_a_degree_without_a_table_takes_the_nearest_one(tables: Path) -> None:
+    wide, eight = SPEC.but(head_dim=128), H100.but(devices_per_node=8)
+    found = imported.profile(wide, eight, "bfloat16", BARE, tables)
+    assert {layer.tp_degree for layer in found.layers} == {1, 2, 4, 8}
+    assert found.layer(1).decode_attention.seconds[1][1] == pytest.approx(2 * generation_ms(8, 64, 4) / 1e3)
+    said = " ".join(f"{part}: {source}" for part, source in found.provenance.items())
+    assert "generation attention of 16 heads of 128" in said and "16 heads of 64" in said
+    assert "all-reduce over 8 devices: that over 4" in said
