@@ -29,7 +29,7 @@ from xrunner.server.api.formats import (
     thought_after,
 )
 from xrunner.server.api.reader import OutputReader
-from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, NamedTool, Tool, ToolChoice, must_call
+from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, Function, NamedTool, Tool, ToolChoice, must_call
 
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of functions' arguments, by the functions' names."""
@@ -72,7 +72,9 @@ class OutputForm:
     def __str__(self) -> str:
         calls = self.calls.families if self.is_known else "none found, so Hermes' is assumed"
         reasoning = "on channels" if self.calls.on_channels else f"{self.marks.begin!r}" if self.marks else "none found"
-        return f"format of calls: {calls}; marks of reasoning: {reasoning}"
+        is_held = self.grammar((Tool(Function("f", strict=True)),), "auto")
+        strict = "" if is_held else "; under tool_choice auto, strict functions are not held to their schemas"
+        return f"format of calls: {calls}; marks of reasoning: {reasoning}{strict}"
 
     def within(self, vocab_size: int) -> OutputForm:
         return replace(self, calls=self.calls.within(vocab_size))
@@ -204,7 +206,8 @@ class OutputForm:
 
     def _between_tags(self, held: Schemas) -> str:
         """Strict functions get their parameters in the schema's order, with values of the schema's types."""
-        openings = (each for each in self.calls.openings if each.tags is not None and each.head.endswith(">"))
+        tagged = (each for each in self.calls.openings if each.tags is not None and each.head.endswith(">"))
+        openings = (each for each in tagged if each.tags is not None and "%k" not in each.tags[1])
         opening = next(openings, Opening(""))
         texts = (opening.head, opening.close, *(opening.tags or ()))
         if opening.tags is None or not held or any(token in text for token in self.calls.special for text in texts):
@@ -221,7 +224,7 @@ class OutputForm:
                 elif not isinstance(kind, str) or kind == "string":
                     written = "valued"
                 is_needed = key in schema.get("required", ())
-                tag = json.dumps(begin.replace("%k", key).replace("%-", "").replace("%a", ""))
+                tag = json.dumps(re.sub("%[kq]", lambda _, key=key: key, begin).replace("%-", "").replace("%a", ""))
                 parameters.append(f"(GAP? {tag} {written}){'' if is_needed else '?'}")
             rules.append(f"tag_{number}: trigger_{number} {' '.join(parameters)} GAP? {json.dumps(opening.close)}")
             rules.append(f"trigger_{number}[lazy]: TEXT /{_expression(opening.head, re.escape(name))}/")

@@ -26,24 +26,27 @@ ALL_MARKS = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
     Marks("<seed:think>", "</seed:think>"),
+    Marks("<mm:think>", "</mm:think>"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("<|channel>thought\n", "<channel|>"),
 )
-"""DeepSeek, Qwen, GLM, Kimi, MiniMax, Nemotron, OLMo and most others; Mistral; Seed-OSS; Command A; Gemma 4."""
+"""DeepSeek, Qwen, GLM, Kimi, MiniMax M2, Nemotron, OLMo and most others; Mistral; Seed-OSS; MiniMax M3;
+Command A; Gemma 4."""
 
 SPACE = r"[ \t\r\n]{0,16}"
 CODES = {
     "%n": rf"(?P<name>[A-Za-z0-9_.\-]{{1,{MAX_NAME}}})",
     "%i": r"(?P<id>[A-Za-z0-9_.:\-]{1,64})",
-    "%k": r"(?P<key>[^<>\"\n]{1,256})",
-    "%a": r"[^<>\n]{0,32}",
+    "%k": r"(?P<key>[^<>\"/\n][^<>\"\n]{0,255})",
+    "%q": r"(?P<key>[^\"\n]{1,256})",
+    "%a": r"(?P<attribute>[^<>\n]{0,32})",
     "%m": r"\w{1,32}",
     "%v": r"[^\"\\]{0,256}",
     "%_": SPACE,
     "%-": SPACE,
 }
-"""In a pattern: a function's name, a call's id, a parameter's name and its attribute, a member's name and its text, and
-white space that is optional and that models usually write (%_) or leave out (%-)."""
+"""In a pattern: a function's name, a call's id, a parameter's name (%q: in quotes) and its attribute, a member's name
+and its text, and white space that is optional and that models usually write (%_) or leave out (%-)."""
 
 
 class Pattern(NamedTuple):
@@ -54,7 +57,7 @@ class Pattern(NamedTuple):
 
 
 def pieces(pattern: str) -> list[str]:
-    return re.findall(r"%[nikamv_-]|.", pattern, re.DOTALL)
+    return re.findall(r"%[nikqamv_-]|.", pattern, re.DOTALL)
 
 
 @lru_cache(maxsize=256)
@@ -74,6 +77,7 @@ class Opening:
     Attributes:
         head: pattern of the text from the call's beginning to its arguments.
         tags: for arguments that are parameters between tags: the tags around a value.
+        inner: a tag that may follow the first one. Some models leave it out.
         quotes: for arguments that are keys and values in another notation than JSON: its quotes.
     """
 
@@ -81,12 +85,13 @@ class Opening:
     head: str
     close: str = ""
     tags: tuple[str, str] | None = None
+    inner: str = ""
     quotes: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> Pattern:
         if self.tags is not None:
-            return compiled(f"{self.head}%-", "(?=<)")
+            return compiled(f"{self.head}%-", r"(?=[<\]])")
         return compiled(self.head, r"(?=\{)" if self.has_json else "")
 
     @property
@@ -119,7 +124,9 @@ class CallFormat:
 
     Attributes:
         found: texts, all of which are in a chat template or among the tokens of a checkpoint with this format.
-        begins: texts with which calls may begin. Without one, only calls of declared functions are recognised.
+        begins: texts with which calls may begin. Without one, only calls of declared functions are recognised: if
+            `begins` has texts, only objects with which an answer begins.
+        around: texts around several calls, which are never text of the answer.
         openings: ways to begin a call after that, and to begin a further one. The first is the usual one.
         objects: if calls may be JSON objects, the names of the member with the arguments.
         is_list: whether calls stand in brackets, with commas between them.
@@ -132,6 +139,7 @@ class CallFormat:
     families: str
     found: tuple[str, ...]
     begins: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
     openings: tuple[Opening, ...] = ()
     objects: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()

@@ -37,6 +37,11 @@ HEADS = ("<|channel|>", MESSAGE, " to=", "assistant", "<|start|>")
 """Texts with which the head of a message may begin. A text that begins in another way has no head."""
 ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 """Tokens that end a message, including those that end an output."""
+UNENDED = re.compile(
+    r"(?:to=functions\.[A-Za-z0-9_.-]+|<\|channel\|>(?:analysis|commentary|final))"
+    r"(?: code)?(?: ?<\|constrain\|>)?(?: ?json)?"
+)
+"""In a head without the mark at its end: what belongs to the head. The rest is the message's text."""
 RECIPIENT = re.compile(rf"to=(functions\.)?([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 
@@ -85,13 +90,14 @@ class OutputReader:
         self._has_start = False
         self._extent = Extent()
         self._opening = Opening("")
-        self._name = self._key = ""
+        self._name = self._key = self._attribute = ""
         self._num_parameters = 0
         self._expected: list[str] = []
         """Texts that may still follow the last call."""
-        triggers = self._begins or [*dict.fromkeys(each.head[0] for each in format_.openings if each.head[0] != "%")]
+        heads = [each.head[0] for each in format_.openings if each.head[0] != "%"]
+        triggers = [*dict.fromkeys((*self._begins, *format_.around) if self._begins else heads)]
         self._triggers, self._trigger = triggers, re.compile("|".join(map(re.escape, triggers)))
-        answer = self._call if is_call else self._text
+        answer = self._call if is_call else self._first if takes_calls else self._text
         self._answer: Callable[[], None] = self._head if format_.on_channels else answer
         self._step = self._answer
         if thought is not None and not format_.on_channels:
@@ -204,6 +210,14 @@ class OutputReader:
 
     # The answer, with calls in it.
 
+    def _first(self) -> None:
+        """Some models leave out the mark before an answer that is a call."""
+        whole = self._match(0, is_marked=False) if self._held.lstrip()[:1] in ("", "{", "[") else None
+        if isinstance(whole, tuple) and whole[0].is_object:
+            self._begin(*whole)
+        elif whole != "partial":
+            self._go(self._text)
+
     def _text(self) -> None:
         is_text = not self._takes_calls or max(len(self.found), self._attempts) >= MAX_CALLS
         if is_text or (self._is_call and len(self.found)):
@@ -216,7 +230,7 @@ class OutputReader:
             self._show(self._take(len(self._held) - held))
 
     def _call(self) -> None:
-        begin = next((each for each in self._begins if self._held.startswith(each)), "")
+        begin = next((each for each in self._triggers if self._held.startswith(each)), "") if self._begins else ""
         whole = self._match(len(begin)) or (self._match(0) if begin else None)
         if isinstance(whole, tuple):
             opening, found = whole
@@ -228,20 +242,21 @@ class OutputReader:
                 self._extent = Extent(at=at)
                 self._go(self._whole)
             else:
-                self._show(self._take(max(1, len(begin))))
+                text = self._take(max(1, len(begin)))
+                self._show("" if begin in self._format.around else text)
                 self._step = self._text
 
     def _gap(self, at: int) -> int:
         found = re.compile(r"\s{0,16}(?:\[\s{0,16})?" if self._format.is_list else r"\s{0,16}").match(self._held, at)
         return found.end() - at if found else 0
 
-    def _match(self, at: int) -> tuple[Opening, re.Match[str]] | Literal["partial"] | None:
+    def _match(self, at: int, *, is_marked: bool = True) -> tuple[Opening, re.Match[str]] | Literal["partial"] | None:
         """`partial`: more text is needed."""
         at += self._gap(at)
         for opening in self._format.openings:
             pattern = opening.pattern
             if (found := pattern.whole.match(self._held, at)) is not None:
-                if self._begins or self._is_call or found["name"] in self._types:
+                if (is_marked and (self._begins or self._is_call)) or found["name"] in self._types:
                     return opening, found
             elif not self._is_end and pattern.partial.fullmatch(self._held, at) is not None:
                 return "partial"
@@ -309,7 +324,7 @@ class OutputReader:
 
     def _parameters(self) -> None:
         assert self._opening.tags is not None
-        begin, end = self._opening.tags
+        begin, end = self._opening.tags[0], self._end_tag()
         self._skip_space()
         if self._held.startswith(end):  # some models write it twice
             self._take(len(end))
@@ -317,7 +332,7 @@ class OutputReader:
         pattern = compiled(begin)
         if (found := pattern.whole.match(self._held)) is not None:
             self._take(found.end())
-            self._key = found["key"]
+            self._key, self._attribute = found["key"], found.groupdict().get("attribute") or ""
             self._step = self._value
         elif self._is_end and pattern.partial.fullmatch(self._held) is not None:
             self._take(len(self._held))  # the output was cut off here
@@ -328,19 +343,23 @@ class OutputReader:
             self.found.append("}" if self._num_parameters else "{}")
             self._go(self._between)
 
+    def _end_tag(self) -> str:
+        assert self._opening.tags is not None
+        return self._opening.tags[1].replace("%k", self._key)
+
     def _may_begin(self, mark: str) -> bool:
         return not self._is_end and len(self._held) < len(mark) and mark.startswith(self._held)
 
     def _value(self) -> None:
         """Read a parameter's value. White space next to its tags is dropped if it is a line break."""
         assert self._opening.tags is not None
-        begin, mark = self._opening.tags
+        begin, mark = compiled(self._opening.tags[0]), self._end_tag()
         types = self._types.get(self._name, {})
-        end, size = self._value_end(compiled(begin), mark)
+        end, size = self._value_end(begin, mark)
         if end < 0 and not self._is_end:
             return
         value = self._held[: max(end, 0)]
-        for found in compiled(begin).whole.finditer(value):  # some models leave closing tags out
+        for found in begin.whole.finditer(value):  # some models leave closing tags out
             before = value[: found.start()]
             if found["key"] in types and before.endswith("\n") and mark not in value:
                 end, size = found.start(), 0
@@ -349,11 +368,19 @@ class OutputReader:
         self._take(size)
         self._step = self._parameters
         if end >= 0:
-            text = text.removeprefix("\n").removesuffix("\n")
-            value = parameter(text, types.get(self._key, frozenset({TEXT})))
-            before = ", " if self._num_parameters else "{"
-            self.found.append(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {value}")
-            self._num_parameters += 1
+            if (inner := self._opening.inner) and text.lstrip().startswith(inner):
+                text = text.lstrip().removeprefix(inner)
+            self._add_parameter(text.removeprefix("\n").removesuffix("\n"), types)
+
+    def _add_parameter(self, text: str, types: Types) -> None:
+        declared = frozenset() if 'string="false"' in self._attribute else frozenset({TEXT})
+        kinds = types.get(self._key, declared) or ("string=" in self._attribute and declared) or frozenset()
+        value = parameter(text, kinds)
+        members = f"{json.dumps(self._key, ensure_ascii=False)}: {value}"
+        if self._key in ("arguments", "input") and types and self._key not in types and is_object(text):
+            members = text.strip()[1:-1]  # some models write all arguments as one
+        self.found.append((", " if self._num_parameters else "{") + members)
+        self._num_parameters += 1
 
     def _value_end(self, tag: Pattern, mark: str) -> tuple[int, int]:
         """Return where a parameter's value ends and the length of its closing tag, or -1 if more text is needed.
@@ -375,8 +402,10 @@ class OutputReader:
             return first, len(mark)
         if (at := self._held.rfind(self._opening.close)) < 0:
             return -1, 0
-        lines = self._held[:at].rstrip().rpartition("\n")
-        return (len(lines[0]), at - len(lines[0])) if lines[2].startswith(mark[:-1]) else (at, 0)
+        value = self._held[:at].rstrip()
+        found = re.search(r"\s*(</[^<>\n]*>)$", value)
+        is_misspelt = found is not None and found[1].startswith(mark[: len(mark) // 2])
+        return (found.start(), at - found.start()) if found is not None and is_misspelt else (at, 0)
 
     def _between(self) -> None:
         rest = self._held.lstrip()
@@ -402,22 +431,29 @@ class OutputReader:
     # Messages on channels: a head, and a text up to a mark.
 
     def _head(self) -> None:
-        head, found, _ = self._held.partition(MESSAGE)
-        if found and len(head) <= MAX_HEAD:
-            self._take(len(head) + len(MESSAGE))
-            self._open(head)
-        elif self._held.startswith("<|start|>"):
+        if self._held.startswith("<|start|>"):
             self._take(len("<|start|>"))
             self._has_start = True
-        elif self._is_end and (self._has_start or head.startswith(HEADS[0])):
-            self._take(len(self._held))
-        elif (
-            self._is_end
-            or len(head) > MAX_HEAD
-            or not (self._has_start or any(head.startswith(each) or each.startswith(head) for each in HEADS))
-        ):
+            return
+        head, found, _ = self._held.partition(MESSAGE)
+        cut = ENDS.search(head)
+        if not self._has_start and not any(head.startswith(each) or each.startswith(head) for each in HEADS):
             self._shows = "text"
             self._go(self._message)
+        elif cut is not None or (self._is_end and not found and len(head) <= MAX_HEAD):
+            self._open_unended(head[: len(head) if cut is None else cut.start()])
+        elif found and len(head) <= MAX_HEAD:
+            self._take(len(head) + len(MESSAGE))
+            self._open(head)
+        elif len(head) > MAX_HEAD:
+            self._shows = "text"
+            self._go(self._message)
+
+    def _open_unended(self, head: str) -> None:
+        """Read a message that has no mark between its head and its text, or is cut off in its head."""
+        *_, known = (None, *UNENDED.finditer(head))
+        self._take(len(head) if known is None or "commentary" in known[0] else known.end())
+        self._open(head if known is None else head[: known.end()])
 
     def _open(self, head: str) -> None:
         self._step, self._has_start = self._message, False

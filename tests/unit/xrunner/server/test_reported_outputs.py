@@ -23,7 +23,12 @@ def test_what_other_servers_misread_is_read(row: dict[str, Any]) -> None:
     """As a whole, by characters, and in pieces of three."""
     output = row["output"]
     functions = [
-        {"name": name, "parameters": {"properties": {key: {"type": kind} for key, kind in types.items()}}}
+        {
+            "name": name,
+            "parameters": {
+                "properties": {key: kind if isinstance(kind, dict) else {"type": kind} for key, kind in types.items()}
+            },
+        }
         for name, types in row["types"].items()
     ]
     tools = msgspec.convert([{"type": "function", "function": each} for each in functions], list[Tool])
