@@ -11,7 +11,7 @@ url, model, name = sys.argv[1:]
 CITIES = ("Rome", "Oslo")
 
 
-class Place(BaseModel):
+class Place(BaseModel, extra="forbid"):  # a random model would write further properties until its limit
     name: Literal["Rome", "Oslo"]
 
 

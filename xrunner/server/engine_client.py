@@ -36,8 +36,6 @@ NOT_FINITE = (
 )
 
 logger = logging.getLogger(__name__)
-
-
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
 """Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why no more will
 come. Tokens arrive one at a time. If the output is held back, they arrive all together.
@@ -170,11 +168,8 @@ class EngineClient:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
-        """Check that the running plan can execute a request with `num_tokens` prompt tokens.
-
-        Raises:
-            ApiError: 400, the request would wait for ever, and block all other requests.
-        """
+        """Check that the running plan can execute a request with `num_tokens` prompt tokens. Raises ApiError: 400, the
+        request would wait for ever, and block all other requests."""
         limits = self.remote.pool.limits
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
         if not limits.can_ever_fit(request):
@@ -242,7 +237,6 @@ class EngineClient:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
-        """Call this once it has its last token or has been removed."""
         if stream.submission.has_deadline:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 

@@ -24,7 +24,6 @@ RESTARTS, PERIOD_S = 3, 600.0
 fails is a loss.
 """
 AGAIN_S = 0.5
-"""Seconds between two starts."""
 
 
 class Handover:
@@ -167,7 +166,6 @@ class LastingEngine:
         self._good_plan = None if running is None else running()
         """The last plan under which a step has ended."""
         self._records: list[StepRecord] = []
-        """Records of the step that has just ended."""
         self._loop: asyncio.AbstractEventLoop
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None

@@ -89,10 +89,7 @@ def check_support(request: GenerationRequest, model: ServedModel, engine: Engine
         if token >= model.spec.vocab_size:
             refuse("logit_bias", f"token {token} is outside the vocabulary; send ids below {model.spec.vocab_size}")
     if request.num_prompt_logprobs is not None and not engine.remote.scores_prompts:
-        refuse(
-            "echo",
-            "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out",
-        )
+        refuse("echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out")
 
 
 def check_prompts(

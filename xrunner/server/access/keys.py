@@ -69,17 +69,13 @@ class ApiKeys:
 
     def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None, classes: Collection[str] = ()) -> None:
         self._keys = dict(keys)
-        """Keys by digest."""
         self.path = path
         self._classes = classes
 
     @classmethod
     def read(cls, path: Path, classes: Collection[str] = ()) -> ApiKeys:
-        """Return the keys of a file.
-
-        Raises:
-            InputError: the file cannot be read, or is malformed. The message never shows a key.
-        """
+        """Return the keys of a file. Raises InputError: the file cannot be read, or is malformed. The message never
+        shows a key."""
         return cls(_read(path, classes), path, classes)
 
     @classmethod
@@ -109,11 +105,8 @@ class ApiKeys:
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})
 
     def find(self, authorization: bytes) -> Key | None:
-        """Return the rights of the key in an Authorization header, or None if there is no such key.
-
-        Args:
-            authorization: the header's value: Bearer KEY, or Basic with the key as password.
-        """
+        """Return the rights of the key in an Authorization header, or None if there is no such key. `authorization`:
+        the header's value: Bearer KEY, or Basic with the key as password."""
         scheme, _, credentials = authorization.partition(b" ")
         given = credentials.strip()
         if scheme.lower() == b"basic":
@@ -194,9 +187,7 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         raise InputError(FIELD, f"{where}, class={of_class}", known if classes else has_none)
     if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
         raise InputError(
-            FIELD,
-            where,
-            f"class= already sets {both} for all of its requests: leave out {both}= or class=",
+            FIELD, where, f"class= already sets {both} for all of its requests: leave out {both}= or class="
         )
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)
@@ -248,10 +239,7 @@ class Classes:
 
     def key_of(self, key: Key, header: str | None) -> Key:
         """Return the key with the priority and bounds of the class in the header or, without one, of its own class.
-
-        Raises:
-            ApiError: 400, the plan has no such class; 403, the key belongs to another class.
-        """
+        Raises ApiError: 400, the plan has no such class; 403, the key belongs to another class."""
         name = key.of_class if header is None else header
         if header is not None and header not in self._of:
             raise ApiError(400, f"{CLASS_HEADER}: {self._missing(header)}", param=CLASS_HEADER, code="no_such_class")

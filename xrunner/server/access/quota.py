@@ -20,11 +20,8 @@ class Quotas:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def begin(self, key: Key) -> Quota:
-        """Count one more request of this key.
-
-        Raises:
-            ApiError: 429, the key's limit of requests per minute is reached.
-        """
+        """Count one more request of this key. Raises ApiError: 429, the key's limit of requests per minute is
+        reached."""
         quota = Quota(
             self._bucket(key, "requests", key.requests_per_minute), self._bucket(key, "tokens", key.tokens_per_minute)
         )
@@ -51,11 +48,8 @@ class Quota:
         self._reserved = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve tokens for a request's prompts and for the largest outputs that it may get.
-
-        Raises:
-            ApiError: 429, the key's limit of tokens per minute is reached.
-        """
+        """Reserve tokens for a request's prompts and for the largest outputs that it may get. Raises ApiError: 429, the
+        key's limit of tokens per minute is reached."""
         if self.tokens is not None:
             self.tokens.take(num_tokens)
             self._reserved = num_tokens

@@ -35,23 +35,12 @@ class OutputRule(NamedTuple):
     promised: int | None = None
     may_outgrow: bool = True
 
-    def of_no_maximum(self, room: int) -> Allowance:
-        """Return the allowance of a request that names no maximum, if `room` output tokens would fit."""
-        limit = min(self.default or room, self.most or room, room)
-        if self.promised is None or self.promised >= limit:
-            return Allowance(limit)
-        return Allowance(limit, self.promised) if self.may_outgrow else Allowance(self.promised)
-
 
 def check_tokens(
     prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
 ) -> Allowance:
-    """Return how many tokens the output of a prompt may have.
-
-    Raises:
-        ApiError: 400, the prompt is empty, a token is not in the vocabulary, or the request does not fit in the context
-            or the K/V memory.
-    """
+    """Return how many tokens the output of a prompt may have. Raises ApiError: 400, the prompt is empty, a token is not
+    in the vocabulary, or the request does not fit in the context or the K/V memory."""
     field = request.PROMPT_FIELD
     if not prompt:
         refuse(field, "it is empty; send at least one token")
@@ -92,4 +81,7 @@ def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allow
         return Allowance(named)
     if rule.default is None and request.DEFAULT_OUTPUT is not None:
         return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))
-    return rule.of_no_maximum(room)
+    limit = min(rule.default or room, rule.most or room, room)
+    if rule.promised is None or rule.promised >= limit:
+        return Allowance(limit)
+    return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)

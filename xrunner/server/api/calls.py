@@ -31,11 +31,8 @@ class CallPiece(NamedTuple):
 
 
 class CallList:
-    """The function calls of an output. They can be read as a whole, or in pieces for a stream.
-
-    Args:
-        most: largest number of calls. Further calls are left out. None means no limit.
-    """
+    """The function calls of an output. They can be read as a whole, or in pieces for a stream. `most`: largest number
+    of calls. Further calls are left out. None means no limit."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -84,7 +81,6 @@ def short_id(id_: str) -> str:
 
 
 def new_id(*, short: bool) -> str:
-    """Return an id for a call. `short`: nine letters and digits."""
     if short:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -24,7 +24,6 @@ MAX_ROLES = 32
 """Largest number of roles in a chat: each may have to be compared with `ROLES`, which takes 0.1 ms."""
 ADDITIONAL = "additional_chat_templates/*.jinja"
 PROBE = "xgptprobe"
-"""A text that no template contains."""
 
 
 class _Template:

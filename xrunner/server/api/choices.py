@@ -40,7 +40,6 @@ class Choice:
         """
         self.calls: list[ToolCall] = []
         self.num_reasoning = 0
-        """Number of reasoning tokens."""
         self.finish: str | None = None
         self.num_tokens = 0
         self.token_ids: list[int] = []
@@ -50,7 +49,6 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
         self.stopped_at: str | None = None
-        """The stop string that ended the choice."""
         self._reader = request.reader()
         self._is_named = isinstance(request, ChatRequest) and isinstance(request.chosen_tools, NamedTool)
         self._is_hidden = request.is_scored_only

@@ -32,11 +32,7 @@ character by 18, and real tokenizers by at most two.
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of a checkpoint directory and its tokenizer_config.json, or None if there is no
-    tokenizer.json.
-
-    Raises:
-        InputError: a file exists but cannot be read.
-    """
+    tokenizer.json. Raises InputError: a file exists but cannot be read."""
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         return None
@@ -54,11 +50,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
 
 
 def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, empty if there is none.
-
-    Raises:
-        InputError: the file is not a JSON object.
-    """
+    """Return tokenizer_config.json, empty if there is none. Raises InputError: the file is not a JSON object."""
     path = checkpoint / "tokenizer_config.json"
     if not path.is_file():
         return {}

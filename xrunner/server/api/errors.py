@@ -13,8 +13,6 @@ from xgpt.core.errors import MAX_SHOWN, cut
 
 MAX_MESSAGE = 400
 """Largest number of characters of an error's message. Only the beginning and the end of a longer message are sent."""
-
-
 MAX_LOGGED = 200
 """Characters of an error's message in the log."""
 
@@ -25,11 +23,8 @@ def quoted(text: str) -> str:
 
 
 class ApiError(Exception):
-    """An error response: a status other than 200, with a message.
-
-    Args:
-        retry_after_s: seconds after which a retry may succeed. None means that a retry will not succeed.
-    """
+    """An error response: a status other than 200, with a message. `retry_after_s`: seconds after which a retry may
+    succeed. None means that a retry will not succeed."""
 
     def __init__(
         self,

@@ -99,11 +99,8 @@ class OutputForm:
         return OutputReader(calls, self.thought, takes_calls=takes_calls, is_call=is_call, most=most, types=types)
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, formatted: str | None = None) -> str | None:
-        """Return the grammar of an output, after any reasoning, or None if the output is not restricted.
-
-        Args:
-            formatted: a Lark term of the answer. None means that the answer is free text.
-        """
+        """Return the grammar of an output, after any reasoning, or None if the output is not restricted. `formatted`: a
+        Lark term of the answer. None means that the answer is free text."""
         schemas = {} if choice == "none" else _schemas(tools, choice)
         if not schemas and formatted is None:
             return None
@@ -224,7 +221,7 @@ class OutputForm:
                 elif not isinstance(kind, str) or kind == "string":
                     written = "valued"
                 is_needed = key in schema.get("required", ())
-                tag = json.dumps(re.sub("%[kq]", lambda _, key=key: key, begin).replace("%-", "").replace("%a", ""))
+                tag = json.dumps(begin.replace("%k", key).replace("%q", key).replace("%-", "").replace("%a", ""))
                 parameters.append(f"(GAP? {tag} {written}){'' if is_needed else '?'}")
             rules.append(f"tag_{number}: trigger_{number} {' '.join(parameters)} GAP? {json.dumps(opening.close)}")
             rules.append(f"trigger_{number}[lazy]: TEXT /{_expression(opening.head, re.escape(name))}/")

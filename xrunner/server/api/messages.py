@@ -42,8 +42,6 @@ BILLING = "x-anthropic-billing-header:"
 """Beginning of the block that Claude Code puts before a system prompt, for Anthropic. The block differs in each
 request, so that no K/V could be reused if the model saw it."""
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
-
-
 OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 
@@ -64,15 +62,11 @@ class ContentBlock(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A message, or an instruction between messages."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
 class ClientTool(msgspec.Struct):
-    """A function that the client runs."""
-
     name: Annotated[str, Meta(pattern=NAME)]
     input_schema: dict[str, Any] | None = None
     description: str | None = None
@@ -238,11 +232,8 @@ def _choice(choice: Choosing) -> ToolChoice:
 
 
 class MessagesWriter(BlockWriter):
-    """Writes a chat's answer in the format of Anthropic's messages.
-
-    Args:
-        max_tokens: the request's limit. If an output was cut off with fewer tokens, the reason was a full context.
-    """
+    """Writes a chat's answer in the format of Anthropic's messages. `max_tokens`: the request's limit. If an output was
+    cut off with fewer tokens, the reason was a full context."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
         super().__init__()

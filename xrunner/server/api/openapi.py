@@ -84,7 +84,6 @@ def _mapped(schema: Any) -> Iterator[str]:
 
 
 def _operation(told: Json, row: Json, body: Json | None = None) -> Json:
-    """`row`: what the file says of a path. `body`: the schema of its request."""
     content = row.get("content") or _json(row["answer"])
     content |= {"text/event-stream": {"schema": {}}} if row.get("streams") else {}
     asked: Json = {}
@@ -98,7 +97,6 @@ def _operation(told: Json, row: Json, body: Json | None = None) -> Json:
 
 
 def _json(schema: str | Json) -> Json:
-    """`schema`: a schema, or the name of one."""
     named = {"$ref": f"#/components/schemas/{schema}"} if isinstance(schema, str) else schema
     return {"application/json": {"schema": named}}
 

@@ -37,8 +37,6 @@ MAX_BESIDE_BYTES = 2 << 20
 """Largest size of all other fields in a body."""
 LOOK_BYTES = 64 << 10
 """Size in bytes from which a body's fields are checked for their sizes before they are decoded."""
-
-
 FREE_FIELDS = (
     *("chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias", "stop", "model", "user"),
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
@@ -77,17 +75,13 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
                 raise
             request = decoder.decode(_with_whole_numbers(body))
     except msgspec.ValidationError as error:
-        raise refusal_of(error, decoder.type) from None
+        found = (pattern.search(str(error)) for pattern in _FIELDS)
+        param = next((match[1] for match in found if match), None)
+        raise ApiError(400, _explained(str(error), decoder.type), param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {_in_text(body) or error}") from None
     request.check()
     return request
-
-
-def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
-    found = (pattern.search(str(error)) for pattern in _FIELDS)
-    param = next((match[1] for match in found if match), None)
-    return ApiError(400, _explained(str(error), kind), param=param)
 
 
 def _in_text(body: Body) -> str | None:
@@ -107,11 +101,8 @@ VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 
 
 def _accepted(kind: Any, path: str) -> str:
-    """Return the words that a field accepts, as the end of an error message, or "" if it accepts other values.
-
-    Args:
-        path: the field's path in messages of msgspec, for example $.tools[0].type.
-    """
+    """Return the words that a field accepts, as the end of an error message, or "" if it accepts other values. `path`:
+    the field's path in messages of msgspec, for example $.tools[0].type."""
     types = [_type_info(kind)]
     names = re.findall(r"\w+|\[", path)
     for depth, name in enumerate(names, 1):

@@ -4,6 +4,7 @@ combined.
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from sys import getsizeof
@@ -72,7 +73,7 @@ HINTS = (
 )
 """Fields that cannot change an answer. They are dropped immediately."""
 COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
-    "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
+    "skip_special_tokens": (True, "special tokens are never shown; leave it out")
 }
 
 
@@ -107,11 +108,14 @@ class OpenAiFields(Sampled, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
 
 
-class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
+class Abstract(msgspec.StructMeta, ABCMeta):
+    """Lets a struct have abstract members."""
+
+
+class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True, metaclass=Abstract):
     """The fields of completions and chats."""
 
     PROMPT_FIELD: ClassVar[str]
-    """The field that asks for log probabilities of the prompt."""
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Largest number of output tokens if the request names none. None means all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
@@ -185,13 +189,12 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of most probable tokens to report with each output token."""
-        raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to report with each prompt token."""
         return None
 
     @property
@@ -217,11 +220,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Return (token, number added to its logit) pairs.
-
-        Raises:
-            ApiError: 400, a token is not a number.
-        """
+        """Return (token, number added to its logit) pairs. Raises ApiError: 400, a token is not a number."""
         given = self.logit_bias or {}
         for token in given:
             if not (token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS and int(token) <= MAX_INT):
@@ -233,8 +232,9 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return None
 
     @property
+    @abstractmethod
     def num_text_bytes(self) -> int:
-        raise NotImplementedError
+        """Return approximately the memory of the texts that `forget_text` forgets."""
 
     @property
     def num_kept_bytes(self) -> int:
@@ -242,9 +242,9 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         biases = BIAS_BYTES * len(self.logit_bias or ())
         return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
 
+    @abstractmethod
     def forget_text(self) -> None:
         """Forget the texts from which prompts are made. This is called once prompts are token ids."""
-        raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
         for field, value in defaults.items():
@@ -353,8 +353,6 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal in an earlier answer."""
-
     refusal: str
 
     @property
@@ -392,10 +390,7 @@ class ChatMessage(msgspec.Struct):
 
     def for_template(self, *, short_ids: bool = False) -> dict[str, Any]:
         """Return the message in the form that templates expect. In this form, the arguments of calls are objects.
-
-        Args:
-            short_ids: whether ids of calls must have nine letters or digits. Those of other servers are replaced.
-        """
+        `short_ids`: whether ids of calls must have nine letters or digits. Those of other servers are replaced."""
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}

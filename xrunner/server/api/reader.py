@@ -51,11 +51,7 @@ class Said(NamedTuple):
 
 
 class OutputReader:
-    """Reads one output.
-
-    Args:
-        is_call: whether the output, after reasoning, is one call's object without marks.
-    """
+    """Reads one output. `is_call`: whether the output, after reasoning, is one call's object without marks."""
 
     def __init__(
         self,
@@ -196,7 +192,8 @@ class OutputReader:
         is_whole = bool(calls) and all(is_object(call.function.arguments) for call in calls)
         if text.strip() or (self._is_end and not is_whole):
             held = 0 if self._is_end else overlap(self._held, self._mark.end)
-            self._said["reasoning"].append(self._take(len(self._held) - held))
+            shown = self._held[: len(self._held) - held].rstrip()
+            self._said["reasoning"].append(self._take(len(self._held) if self._is_end else len(shown))[: len(shown)])
             self._inner = None
         elif self._is_end:
             self._take(len(self._held))
@@ -366,11 +363,11 @@ class OutputReader:
                 break
         text = self._take(len(self._held) if end < 0 else end)
         self._take(size)
-        self._step = self._parameters
         if end >= 0:
             if (inner := self._opening.inner) and text.lstrip().startswith(inner):
                 text = text.lstrip().removeprefix(inner)
             self._add_parameter(text.removeprefix("\n").removesuffix("\n"), types)
+        self._go(self._parameters)
 
     def _add_parameter(self, text: str, types: Types) -> None:
         declared = frozenset() if 'string="false"' in self._attribute else frozenset({TEXT})
@@ -436,11 +433,15 @@ class OutputReader:
             self._has_start = True
             return
         head, found, _ = self._held.partition(MESSAGE)
+        if not found:
+            head = head[: len(head) - overlap(head, MESSAGE)]
         cut = ENDS.search(head)
         if not self._has_start and not any(head.startswith(each) or each.startswith(head) for each in HEADS):
             self._shows = "text"
             self._go(self._message)
         elif cut is not None or (self._is_end and not found and len(head) <= MAX_HEAD):
+            if cut is None:
+                self._held = head
             self._open_unended(head[: len(head) if cut is None else cut.start()])
         elif found and len(head) <= MAX_HEAD:
             self._take(len(head) + len(MESSAGE))
@@ -454,6 +455,7 @@ class OutputReader:
         *_, known = (None, *UNENDED.finditer(head))
         self._take(len(head) if known is None or "commentary" in known[0] else known.end())
         self._open(head if known is None else head[: known.end()])
+        self._go(self._message)
 
     def _open(self, head: str) -> None:
         self._step, self._has_start = self._message, False

@@ -22,8 +22,6 @@ REPLACEMENT = "\ufffd"
 """The character that decoders write for invalid bytes. They also write it for the first bytes of an unfinished
 character.
 """
-
-
 CONTEXT = 4
 """Number of tokens before a text that may affect its beginning. Decoders look one token back."""
 MAX_UNFINISHED = 3
@@ -64,11 +62,8 @@ class TextCodec:
 
 
 def load_tokenizer(checkpoint: Path) -> TextCodec | None:
-    """Return the tokenizer of a checkpoint directory, or None if it has none.
-
-    Raises:
-        InputError: tokenizer.json or the chat template exists but cannot be read.
-    """
+    """Return the tokenizer of a checkpoint directory, or None if it has none. Raises InputError: tokenizer.json or the
+    chat template exists but cannot be read."""
     found = read_tokenizer(checkpoint)
     if found is None:
         return None
@@ -80,7 +75,6 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
 
 
 def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Encode a text as a check: some tokenizers can be read but fail at every text."""
     try:
         for add_special_tokens in (False, True):
             tokenizer.decode(tokenizer.encode("Hello, world", add_special_tokens=add_special_tokens).ids)

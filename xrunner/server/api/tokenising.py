@@ -69,7 +69,6 @@ class Tokenising:
         self._served: dict[str, int] = {}
         """Characters processed for each account. A new account starts at the lowest number among waiting accounts."""
         self._running: Counter[str] = Counter()
-        """Number of running jobs, by account."""
 
     async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         encode = partial(self._encode, text, add_special_tokens)

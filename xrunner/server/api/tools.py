@@ -16,8 +16,6 @@ MAX_NAME = 258
 """Number of characters in the longest name that a model sees, made of a namespace, two characters and a function's
 name."""
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
@@ -44,8 +42,6 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """`tool_choice`: this function must be called."""
-
     function: NamedFunction
 
 

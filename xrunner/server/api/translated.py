@@ -73,7 +73,6 @@ class BlockWriter(AnswerWriter):
         self._num_blocks = 0
         self._block: AnswerBlock | None = None
         self._written: list[str] = []
-        """The text of the open block."""
         self._has_calls = False
         self._last: Delta | None = None
         self._has_begun = False

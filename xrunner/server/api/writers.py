@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from xrunner.server.api.protocol import GenerationRequest
 
 COMMENT = b": waiting\n\n"
-"""A comment in a stream of events, which clients skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,6 @@ class AnswerWriter(ABC):
     """Writes one answer in an API's format: as a whole, or as the events of a stream."""
 
     logprobs_rest: ClassVar[dict[str, Any]] = {}
-    """Further members of the object `logprobs`."""
     num_kept_bytes: int = 0
     """Memory of the parts of the request that the writer keeps."""
     times_scored: ClassVar[int] = 1
@@ -226,11 +224,14 @@ class CompletionWriter(Writer):
         return {"text": choice.text}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        # Tokens with the same text (parts of characters) have one entry, with the highest log probability.
+        top = {text: logprob for text, logprob, _ in reversed(report.top)}
         return {
             "tokens": report.text,
             "token_logprobs": report.logprob,
-            # Tokens with the same text (parts of characters) have one entry, with the highest log probability.
-            "top_logprobs": None if report.logprob is None else _with_chosen(report),
+            "top_logprobs": None
+            if report.logprob is None
+            else top | {report.text: top.get(report.text, report.logprob)},
             "text_offset": report.offset,
         }
 
@@ -267,13 +268,6 @@ def scored_token(report: TokenReport) -> dict[str, Any]:
     top = [_entry(*pair) for pair in report.top]
     assert report.logprob is not None, "of a chat's prompt nothing is reported"
     return _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}
-
-
-def _with_chosen(report: TokenReport) -> dict[str, float]:
-    top = {text: logprob for text, logprob, _ in reversed(report.top)}
-    if report.logprob is not None:
-        top.setdefault(report.text, report.logprob)
-    return top
 
 
 def _call(piece: CallPiece) -> dict[str, Any]:

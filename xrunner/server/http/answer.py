@@ -73,11 +73,8 @@ class Outputs(EngineOutputs):
         return submitted
 
     async def next(self) -> list[Delta]:
-        """Wait for tokens, and return what they add to a choice, or [] if the choice has ended.
-
-        Raises:
-            ApiError: no more tokens will come.
-        """
+        """Wait for tokens, and return what they add to a choice, or [] if the choice has ended. Raises ApiError: no
+        more tokens will come."""
         return await self.deltas(await self.inbox.get())
 
     async def deltas(self, tokens: Sequence[Token] | ApiError) -> list[Delta]:

@@ -136,8 +136,6 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Bytes are sent unchanged, other values as JSON."""
-
     async def show(http: Request) -> Response:
         value = value_of(http)
         if isawaitable(value):

@@ -17,8 +17,6 @@ FREE_BYTES = 64 << 10
 """Bytes of each request that are not counted, so that requests of usual size are never refused."""
 SHARE = 2
 """One account's requests may take 1 / SHARE of the memory."""
-
-
 LONG_BYTES = 1 << 20
 """If a request has more bytes than this, the process returns freed memory to the system afterwards."""
 
@@ -29,14 +27,10 @@ class Budget:
     def __init__(self, most: int) -> None:
         self._most = most
         self._taken: Counter[str] = Counter()
-        """Counted bytes by account."""
 
     def change(self, account: str, more: int) -> None:
-        """Add `more` to the counted bytes. The number may be negative.
-
-        Raises:
-            ApiError: 503, there is no memory for these bytes now. The count has not changed.
-        """
+        """Add `more` to the counted bytes. The number may be negative. Raises ApiError: 503, there is no memory for
+        these bytes now. The count has not changed."""
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
             raise ApiError(
                 503,
@@ -105,12 +99,8 @@ class Bodies:
         return RequestMemory(info.key.name, self._bodies, self._requests)
 
     async def read(self, http: Request, memory: RequestMemory) -> bytearray:
-        """Return a request's body.
-
-        Raises:
-            ApiError: 415, the body is compressed; 413, it is too long; 408, it arrives too slowly; 503, there is no
-                memory for it now.
-        """
+        """Return a request's body. Raises ApiError: 415, the body is compressed; 413, it is too long; 408, it arrives
+        too slowly; 503, there is no memory for it now."""
         info: RequestInfo = http.scope["xgpt"]
         limits, body = self._limits, bytearray()
         encoding = http.headers.get("content-encoding", "identity").strip().lower()

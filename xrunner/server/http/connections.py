@@ -43,7 +43,6 @@ in several pieces, so pieces must be small.
 BACKLOG = 2048
 """Number of connections that the operating system may queue until they are accepted."""
 ACCEPT_AT_ONCE = 16
-"""Number of connections that are accepted in one iteration of the event loop."""
 RESERVED_FILES = 64
 """Number of files that may be open besides counted connections: logs, checkpoints, pipes, and connections that are
 accepted before another one is closed."""
@@ -68,10 +67,7 @@ class Phase(IntEnum):
 
 def most_connections() -> int:
     """Raise the process's limit of open files as far as allowed. Return how many connections the process can then have.
-
-    Raises:
-        MachineError: the limit of open files is too low to serve.
-    """
+    Raises MachineError: the limit of open files is too low to serve."""
     most = raise_file_limit()
     num_open = len(os.listdir("/dev/fd"))
     room = most - num_open - RESERVED_FILES - SURPLUS
@@ -97,11 +93,8 @@ class Parser(h11.Connection):
         self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """Return the next event, or `h11.PAUSED` while `is_held`.
-
-        Raises:
-            RemoteProtocolError: the bytes are not HTTP, or a body has too many chunks.
-        """
+        """Return the next event, or `h11.PAUSED` while `is_held`. Raises RemoteProtocolError: the bytes are not HTTP,
+        or a body has too many chunks."""
         if self.is_held:
             return h11.PAUSED
         event = super().next_event()
@@ -161,11 +154,8 @@ class Listener(socket.socket):
 
     @classmethod
     def at(cls, host: str, port: int) -> Listener:
-        """Listen on an address. Port 0 means any free port.
-
-        Raises:
-            MachineError: the address is not available, or too few files may be open.
-        """
+        """Listen on an address. Port 0 means any free port. Raises MachineError: the address is not available, or too
+        few files may be open."""
         with _bound(host, port) as bound:
             return cls(bound)
 
@@ -230,11 +220,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that a server can listen on an address.
-
-    Raises:
-        MachineError: the address is not available.
-    """
+    """Check that a server can listen on an address. Raises MachineError: the address is not available."""
     _bound(host, port).close()
 
 
@@ -261,7 +247,6 @@ class Protocol(H11Protocol):
         awaited."""
         self._has_sent_all = False
         self._streams_events = False
-        """Whether the current answer is a stream of events."""
         self._unparsed = b""
         """Bytes that have arrived of a body that the parser does not parse yet."""
 

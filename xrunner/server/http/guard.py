@@ -32,17 +32,9 @@ SECURITY_HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-frame-options", b"DENY"),
 ]
-
-
 SINGLE_HEADERS = (
-    "host",
-    "authorization",
-    "x-api-key",
-    "origin",
-    "content-type",
-    "x-class",
-    "x-deadline-s",
-    "x-request-id",
+    *("host", "authorization", "x-api-key", "origin"),
+    *("content-type", "x-class", "x-deadline-s", "x-request-id"),
 )
 """Headers that must not occur twice: the server and a proxy in front of it might use different occurrences."""
 

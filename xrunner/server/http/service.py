@@ -54,8 +54,6 @@ MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities in one answer, which then has about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
 """Number of characters of an echoed prompt that count as one token."""
-
-
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
 """If a JSON schema is refused, parts of it are compiled to find the wrong part. `TRIED_BYTES` is the largest total size
 of these parts. Each part counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
@@ -146,7 +144,6 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Its memory is counted until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))

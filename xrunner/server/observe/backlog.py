@@ -36,10 +36,8 @@ class Backlog:
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._waiting: dict[int, _Queued] = {}
-        """Waiting requests in the order of arrival."""
         self._accounts: dict[str, Account] = {}
         self._counts: Counter[str] = Counter()
-        """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
         """End of the last step that admitted some requests but not all. None if a later step has admitted all."""
@@ -49,7 +47,6 @@ class Backlog:
         self._before = 0, inf
         """Prompt tokens of the previous phase, and its length in seconds."""
         self._ended_s = -inf
-        """End of the last step."""
         self.caution = 1.0
         """Factor by which `answer_s` is multiplied before it is promised (see `note_answer`)."""
 
@@ -79,11 +76,8 @@ class Backlog:
         self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
-        """Note a step that has ended. Its requests no longer wait.
-
-        Args:
-            start_s: the step's start. The engine knew all requests that had arrived before this time.
-        """
+        """Note a step that has ended. Its requests no longer wait. `start_s`: the step's start. The engine knew all
+        requests that had arrived before this time."""
         self._ended_s = end_s
         begun = [one for id_ in ids if (one := self._take(id_)) is not None]
         if begun:

@@ -63,8 +63,7 @@ class Metrics:
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter(
-            "xgpt_deadline_utility",
-            "Sum of 1 / (number of prompt tokens) over the requests that met their deadlines.",
+            "xgpt_deadline_utility", "Sum of 1 / (number of prompt tokens) over the requests that met their deadlines."
         )
         self.step_s = buckets("xgpt_step_seconds", "Seconds that an engine step took.", STEP_BUCKETS_S)
         text = "Seconds from accepting a request to its first token."
@@ -178,9 +177,7 @@ class Metrics:
 
     def tell_lost_steps(self, read: Callable[[], float]) -> None:
         self._gauge(
-            "xgpt_step_log_lost",
-            "Number of steps that are missing in the step log, because writing it failed.",
-            read,
+            "xgpt_step_log_lost", "Number of steps that are missing in the step log, because writing it failed.", read
         )
 
     def note_answer(self, status: int) -> None:

@@ -122,7 +122,6 @@ class Watch:
         self._before: Plan | None = None
         """The previous plan, which runs again if the running plan cannot be deployed."""
         self._refused: list[tuple[object, object]] = []
-        """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         """Locked while the planner answers a question, since the planner can answer only one at a time."""
@@ -131,11 +130,7 @@ class Watch:
         self.on_decision: Callable[[Decision | FailedJudgement], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None], is_draining: Callable[[], bool] = lambda: False) -> None:
-        """Begin to watch.
-
-        Args:
-            is_draining: returns whether the server is draining. If so, the plan does not change.
-        """
+        """Begin to watch. `is_draining`: returns whether the server is draining. If so, the plan does not change."""
         self._apply, self._is_draining = apply, is_draining
 
     async def stop(self) -> None:
@@ -215,23 +210,14 @@ class Watch:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
 
     def snapshot(self, *, lengths_alone: bool = False) -> Snapshot | None:
-        """Return what the recent observation is computed from, or None if no request has ended yet.
-
-        Args:
-            lengths_alone: whether to leave out prefix reuse, which takes a tenth of a second to compute.
-        """
+        """Return what the recent observation is computed from, or None if no request has ended yet. `lengths_alone`:
+        whether to leave out prefix reuse, which takes a tenth of a second to compute."""
         now = self._observer.snapshot()
         return now._replace(common=[]) if now is not None and lengths_alone else now
 
     async def would_decide(self) -> Decision | None:
         """Return the decision that re-planning would make now, without carrying it out. Return None if re-planning is
-        off or nothing was observed.
-
-        Simultaneous calls share one answer.
-
-        Raises:
-            MachineError: planning failed.
-        """
+        off or nothing was observed. Simultaneous calls share one answer. Raises MachineError: planning failed."""
         if self._planner is None:
             return None
         if self._would is None or self._would.done():
@@ -314,7 +300,6 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     def _go_over(self, plan: Plan) -> None:
-        """The engine may refuse later."""
         assert self._apply is not None
         self._apply(plan)
         self._before = self.plan
