@@ -1,6 +1,6 @@
 """Kill each process of a server many times, with and without requests, and state the distribution of what follows.
 
-    python -m benchmarks.kills [--times 20] [--only engine] [--json kills.json]
+    python -m benchmarks.kills [--times 20] [--only engine] [--load idle] [--json kills.json]
 
 `xgpt serve` runs a small model with tensor parallelism on two cores. SIGKILL ends its engine, a worker or the launcher;
 with --ray, on two Ray nodes of this machine, the head's GCS, the other node's raylet or an actor. Nodes of Ray are
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -97,12 +97,6 @@ def victim_of(server: Served, name: str) -> int:
         pid for pid in children_of(engine) if b"cluster.launcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     return {"engine": engine, "launcher": launcher, "worker": server.pids[-1], "front": server.process.pid}[name]
-
-
-@contextmanager
-def fresh() -> Iterator[Served]:
-    with tempfile.TemporaryDirectory() as directory, served(PLANS["TP 2"](), Path(directory)) as server:
-        yield server
 
 
 def start_ray(*words: str) -> subprocess.Popen[str]:
@@ -188,45 +182,44 @@ async def one_kill(server: Served, row: KillRow, expected: list[list[int]], node
 
 
 def kill_front(row: KillRow) -> None:
-    with fresh() as server:
+    with fresh() as (server, _):
         began_s = time.monotonic()
         os.kill(server.process.pid, signal.SIGKILL)
         while (found := left_over(server.process.pid, ())) and time.monotonic() < began_s + 30:
             time.sleep(0.05)
             server.process.poll()
         row.left_over += len(found)
-    with fresh() as server:
+    with fresh() as (server, _):
         asyncio.run(replay(server.url, requests(STREAMS)[:1], concurrency=1))
         row.back_s.append(round(time.monotonic() - began_s, 2))
 
 
-def measure(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
+@contextmanager
+def fresh(*, on_ray: bool = False) -> Iterator[tuple[Served, RayNodes | None]]:
+    plan, options, nodes = PLANS["TP 2"](), (), None
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        if on_ray:
+            cluster = plan.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})
+            plan, nodes = plan.model_copy(update={"cluster": cluster}), RayNodes(directory)
+            stack.callback(nodes.close)
+            options = ("--ray", nodes.address)
+        yield stack.enter_context(served(plan, Path(directory), *options)), nodes
+
+
+def measure(row: KillRow, times: int, expected: list[list[int]]) -> Iterator[KillRow]:
+    """Yield the row after each kill, until it has so many."""
     while len(row.back_s) < times:
         if row.victim == "front":
             kill_front(row)
+            yield row
             continue
-        with fresh() as server:
+        with fresh(on_ray=row.victim in OF_RAY) as (server, nodes):
             for _ in range(min(PER_SERVER, times - len(row.back_s))):
-                asyncio.run(asyncio.wait_for(one_kill(server, row, expected), WITHIN_S))
+                asyncio.run(asyncio.wait_for(one_kill(server, row, expected, nodes), 3 * WITHIN_S))
+                row.ended += server.process.poll() is not None
+                yield row
                 if server.process.poll() is not None:
-                    row.ended += 1
                     break
-    return row
-
-
-def measure_on_ray(row: KillRow, times: int, expected: list[list[int]]) -> KillRow:
-    plan = PLANS["TP 2"]()
-    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
-    while len(row.back_s) < times:
-        with tempfile.TemporaryDirectory() as directory:
-            nodes = RayNodes(directory)
-            try:
-                with served(plan, Path(directory), "--ray", nodes.address) as server:
-                    asyncio.run(asyncio.wait_for(one_kill(server, row, expected, nodes), 3 * WITHIN_S))
-                    row.ended += server.process.poll() is not None
-            finally:
-                nodes.close()
-    return row
 
 
 def main() -> None:
@@ -234,16 +227,20 @@ def main() -> None:
     options.add_argument("--times", type=int, default=20)
     options.add_argument("--ray", action="store_true", help="kill processes of Ray")
     options.add_argument("--only", choices=(*VICTIMS, *OF_RAY))
-    options.add_argument("--json", type=Path)
+    options.add_argument("--load", choices=("idle", "loaded"), help="only without, or only with requests")
+    options.add_argument("--json", type=Path, help="add to the kills in this file until there are enough")
     given = options.parse_args()
-    expected, rows = undisturbed(STREAMS), []
-    measured = measure_on_ray if given.ray else measure
+    stored = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
+    rows = {(row["victim"], row["is_loaded"]): KillRow(**row) for row in stored}
+    expected = undisturbed(STREAMS)
     for victim in [given.only] if given.only else OF_RAY if given.ray else VICTIMS:
-        for is_loaded in (False, True)[: 1 if victim == "front" else 2]:
-            rows.append(measured(KillRow(victim, is_loaded), given.times, expected))
-            print(rows[-1], flush=True)
-            if given.json:
-                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        for is_loaded in (False,) if victim == "front" else (False, True):
+            if given.load in (None, "loaded" if is_loaded else "idle"):
+                row = rows.setdefault((victim, is_loaded), KillRow(victim, is_loaded))
+                for _ in measure(row, given.times, expected):
+                    if given.json:
+                        given.json.write_text(json.dumps([*map(asdict, rows.values())], indent=1) + "\n")
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

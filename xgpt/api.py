@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from xgpt.checkpoints import hub
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
-from xgpt.core.io import FIELDS_OF_FILES, load_json
+from xgpt.core.io import FIELDS_OF_FILES, load_json, read_text
 from xgpt.core.policies import Rule as Rule
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
@@ -844,8 +844,8 @@ def _made(path: PathLike) -> Plan | FleetPlan | TuneOutput:
     from xgpt.core.schema.tuning import TuneOutput
 
     try:
-        found = read_json(Path(path).read_bytes())
-    except (OSError, ValueError):
+        found = read_json(read_text(Path(path), "plan"))
+    except (InputError, ValueError):
         found = None
     fields: set[object] = set(found) if isinstance(found, dict) else set()
     kind = next((kind for kind, known in FIELDS_OF_FILES.items() if known <= fields), "plan")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import h11
 
@@ -59,6 +59,23 @@ def own_api_key() -> str | None:
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
         raise InputError("XGPT_API_KEY", "*" * len(key), "a key consists of printable ASCII characters without blanks")
     return key or None
+
+
+def parts_of(url: str, field: str = "url") -> tuple[SplitResult, str, int | None]:
+    """Return the parts of a server's URL, its host and its port.
+
+    Raises:
+        InputError: `url` is not an http or https URL. Errors call it `field`.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # a label may be empty or too long
+    except ValueError:
+        parts, host, port = SplitResult("", "", "", "", ""), None, None
+    if not host or parts.scheme not in ("http", "https"):
+        raise InputError(field, url, "write it as http://HOST:PORT")
+    return parts, host, port
 
 
 async def within(seconds: float, work: Awaitable[T], late: str) -> T:
@@ -117,13 +134,7 @@ class Connection:
     def __init__(
         self, url: str, ca_file: Path | None = None, api_key: str | None = None, most: int | None = None
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if not host or parts.scheme not in ("http", "https"):
-            raise InputError("url", url, "write it as http://HOST:PORT")
+        parts, host, port = parts_of(url)
         self._tls = tls_context(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")

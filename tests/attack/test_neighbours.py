@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -28,13 +29,19 @@ from tests.attack.target import FAKE_VLLM, FLAVOURS, OURS, PROBE, Target, attack
 from tests.fakes import eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import dump_json
+from xgpt.core.processes import free_port
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 STARTS = (*FLAVOURS, FAKE_VLLM)
 
 
 def start(
-    flavour: str, checkpoint: Path, directory: Path, *options: str, stderr: int = subprocess.DEVNULL
+    flavour: str,
+    checkpoint: Path,
+    directory: Path,
+    *options: str,
+    stderr: int | None = subprocess.DEVNULL,
+    before: Callable[[], object] | None = None,
 ) -> subprocess.Popen[bytes]:
     """A server that is only being started."""
     environment = dict(os.environ)
@@ -46,7 +53,7 @@ def start(
     path = directory / "plan.json"
     path.write_text(dump_json(made_plan.model_copy(update={"checkpoint": str(checkpoint)})))
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", *options]
-    return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
+    return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True, preexec_fn=before)
 
 
 @pytest.mark.long
@@ -82,6 +89,37 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
         process.kill()
         process.wait()
         os.close(reading)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_streams_and_blocked_signals(closed: tuple[int, ...], checkpoint: Path, tmp_path: Path) -> None:
+    """Without standard error, the server ended with an internal error that nobody could read. With blocked signals,
+    only SIGKILL ended it.
+    """
+
+    def before() -> None:
+        for number in closed:
+            os.close(number)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    port = free_port()
+    process = start("one", checkpoint, tmp_path, "--port", str(port), stderr=None, before=before)
+    try:
+        body = {"model": read_spec(checkpoint).name, "prompt": [3, 5], "max_tokens": 2}
+
+        def answers() -> bool:
+            with suppress(httpx.TransportError):
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                return httpx.post(url, json=body, timeout=20, trust_env=False).status_code == 200
+            return False
+
+        assert eventually(answers, 60)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.long

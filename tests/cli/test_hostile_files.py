@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from click.testing import CliRunner
 
 from xgpt.checkpoints import files
 from xgpt.cli import cli
+from xgpt.core import io
 from xgpt.core.errors import InputError
 
 DOUBLED = "a0: &a0 {x: y}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
@@ -37,6 +41,31 @@ def test_files_that_would_take_all_memory_or_the_stack(text: str, says: str, tmp
     result = CliRunner().invoke(cli, workload(tmp_path, text))
     assert isinstance(result.exception, InputError)
     assert says in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--workload", "--model x/y --config", "--cluster", "--model"])
+def test_a_pipe_to_which_nothing_is_written(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command waited for ever."""
+    monkeypatch.setattr(io, "PIPE_S", 0.1)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    result = CliRunner().invoke(cli, [*PLAN, *option.split(), str(tmp_path / "pipe.yaml")])
+    assert isinstance(result.exception, InputError)
+    assert "nothing was written to this pipe" in str(result.exception)
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+
+    def write() -> None:
+        with (tmp_path / "pipe.yaml").open("w") as pipe:
+            for part in ("name: x\nsource: here\n", LENGTHS.format(100)):
+                time.sleep(0.2)
+                pipe.write(part)
+                pipe.flush()
+
+    with ThreadPoolExecutor(1) as apart:
+        apart.submit(write)
+        assert io.load_yaml(tmp_path / "pipe.yaml", "workload")["output"]["max"] == 2
 
 
 def test_names_command_no_terminal(tmp_path: Path) -> None:

@@ -148,8 +148,26 @@ def ignore_hangups() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+def set_up_process() -> None:
+    """Make up for what the program that started this one has left out.
+
+    Closed standard streams become /dev/null. Otherwise the next opened file would get what any library writes to
+    standard error. Signals that were blocked are no longer.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Every error is one line on standard error and an exit code (see xgpt.core.errors)."""
+    set_up_process()
     if (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]:
         ignore_hangups()  # a program that has written keys may send SIGHUP before the server reads them
     try:

@@ -7,10 +7,12 @@ import hashlib
 import json
 import logging
 import os
+import select
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -109,6 +111,25 @@ def load_cluster_yaml(path: Path) -> Any:
 
 
 MOST_BYTES = 1 << 28
+PIPE_S = 10.0
+"""Seconds within which something must begin to write to a pipe that is read."""
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file of the user's for reading. A pipe to which nothing is written does not block the command.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stat.S_ISFIFO(os.fstat(number).st_mode) and not select.select([number], [], [], PIPE_S)[0]:
+            raise OSError(f"nothing was written to this pipe within {PIPE_S:g} s")
+        os.set_blocking(number, True)
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
 
 
 def read_text(path: Path, field: str) -> str:
@@ -118,7 +139,7 @@ def read_text(path: Path, field: str) -> str:
         InputError: the file is missing, unreadable, no text, or too large.
     """
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise InputError(field, str(path), f"it has over {MOST_BYTES >> 20} MiB; give another file")

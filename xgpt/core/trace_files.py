@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from xgpt.core.errors import InputError, reason_of
-from xgpt.core.io import configs_dir, load_yaml, parse
+from xgpt.core.io import configs_dir, load_yaml, open_input, parse
 from xgpt.core.schema.base import Frozen
 
 MOST_LINES = 3_000_000
@@ -58,7 +58,7 @@ def lines_of(path: Path, field: str, longest: int = MOST_LINE_BYTES) -> Generato
     """
     number = num_bytes = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_input(path) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
             while line := file.readline(longest + 1):
                 number, num_bytes = number + 1, num_bytes + len(line)
                 if len(line) > longest:

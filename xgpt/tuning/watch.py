@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from threading import Event
 
-from xgpt.connection import Failure, answer_of
+from xgpt.connection import Failure, answer_of, parts_of
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.schema import Observation, Plan, Profile
 from xgpt.core.schema.tuning import WatchAlarm
@@ -29,6 +29,10 @@ def watch(
     """Compare the replicas of an engine with a plan until `stop` is set. See `xgpt.watch`."""
     if request.apply is not None and "{flags}" not in request.apply:
         raise InputError("apply", request.apply, "it must contain {flags}, where the engine's flags belong")
+    for url in request.engine:
+        parts_of(url, "engine")
+    if request.webhook is not None:
+        parts_of(request.webhook, "webhook")
     watchers = {url: Watcher(plan) for url in request.engine}
     if not any(read_page(url) for url in watchers):
         url = next(iter(watchers))

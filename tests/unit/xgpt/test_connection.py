@@ -93,7 +93,9 @@ def test_an_answer_that_was_not_read_is_not_the_next_one() -> None:
     assert asyncio.run(run(server)) == b"hi" and server.num_connections == 2
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://host", "http://", "http://host:port"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:80", "ftp://host", "http://", "http://host:port", f"http://{'a' * 64}", "http://a..b"]
+)
 def test_what_is_no_server(url: str) -> None:
     with pytest.raises(InputError, match="http://HOST:PORT"):
         Connection(url)

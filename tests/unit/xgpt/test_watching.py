@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import xgpt
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Histogram, Plan, Workload
 from xgpt.core.schema.tuning import WatchAlarm
 from xgpt.metrics_pages import samples_of
@@ -132,6 +132,12 @@ def test_a_restarted_engine_is_no_change(plan: Plan) -> None:
     watcher, alarm, _ = watched(plan, Engine(), 60)
     _, alarm, _ = watched(plan, Engine(seed=1), 60, 60, watcher)
     assert alarm is None
+
+
+def test_a_webhook_that_is_no_url_is_refused_before(plan: Plan) -> None:
+    """The first alarm ended the watch."""
+    with pytest.raises(InputError, match="webhook: 'file:///x' is not accepted; write it as"):
+        xgpt.watch(plan, engine=("http://127.0.0.1:1",), webhook="file:///x", on_alarm=print)
 
 
 def test_a_page_of_no_engine_is_refused() -> None:

@@ -8,8 +8,11 @@ special. tokenizer.json decides which tokens surround a prompt, whatever the val
 from __future__ import annotations
 
 import base64
+import json
 import re
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,14 @@ trusted: thirty replacements of a by aa make 11 GiB of "aaaa". Sentencepiece's t
 character by 18, and real tokenizers by at most two.
 """
 
+MOST_AROUND = 64 << 10
+"""Largest size of the section that states the tokens around a prompt. Reading it takes quadratic time."""
+RUN, MOST_TRIAL_S = 1000, 2.0
+"""Length of the runs of equal characters that a tokenizer must encode when it is loaded, and the processor time that it
+may need for all of them. Real tokenizers need milliseconds.
+"""
+TRIED = " \n\ta1A._'\u00e9\u4e2d\u044f\u05d0\u0301\U0001f600"
+
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of a checkpoint directory and its tokenizer_config.json, or None if there is no
@@ -39,13 +50,19 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     settings = read_settings(checkpoint)
     try:
         content = read_text(path, "tokenizer")
-        _check_growth(read_json(content), str(path))
+        parts = read_json(content)
+        _check_growth(parts, str(path))
         tokenizer = Tokenizer.from_str(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _add_tokens(tokenizer, settings)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError("tokenizer", str(path), f"it cannot be read: {error}; fetch the checkpoint again") from None
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the library's errors are plain Exceptions, and its panics are none
+        raise InputError(
+            "tokenizer", str(path), f"it cannot be read: {cut(str(error))}; fetch the checkpoint again"
+        ) from None
+    _check_encodes(tokenizer, list(_expressions(parts)), path)
     return tokenizer, settings
 
 
@@ -97,10 +114,10 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 
 def _check_growth(parts: dict[str, Any], path: str) -> None:
+    if (size := len(json.dumps(parts.get("post_processor")))) > MOST_AROUND:
+        accepted = f"its post_processor has {size} characters, but at most {MOST_AROUND} are accepted"
+        raise InputError("tokenizer", path, f"{accepted}: give the tokenizer.json of the checkpoint's model")
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        if (pattern := next(filter(_backtracks, _patterns(parts.get(name))), None)) is not None:
-            accepted = f"its {name} repeats what repeats ({cut(pattern, 80)}), which may take exponential time"
-            raise InputError("tokenizer", path, f"{accepted}: give the tokenizer.json of the checkpoint's model")
         factor = _growth(parts.get(name))
         if factor > MOST_GROWTH:
             accepted = (
@@ -110,30 +127,46 @@ def _check_growth(parts: dict[str, Any], path: str) -> None:
             raise InputError("tokenizer", path, accepted)
 
 
-def _patterns(part: Any) -> Iterator[str]:
+def _expressions(part: Any) -> Iterator[str]:
+    """Yield the regular expressions in a tokenizer.json."""
     for name, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
         if name == "Regex":
             yield str(value)
-        else:
-            yield from _patterns(value)
+        elif name not in ("vocab", "merges"):
+            yield from _expressions(value)
 
 
-def _backtracks(pattern: str) -> bool:
-    """Return whether a group that repeats without limit has a part that does so, too."""
-    groups = [False]
-    parts = re.findall(r"\\.|\[(?:\\.|[^]\\])*\]|\(\?<?[a-z-]*[:=!>]|\{\d*,\}|.", pattern, re.DOTALL)
-    for part, after in zip(parts, [*parts[1:], ""], strict=True):
-        repeats = after in ("*", "+") or after.endswith(",}")
-        if part.startswith("("):
-            groups.append(False)
-        elif part == ")" and len(groups) > 1:
-            inner = groups.pop()
-            if inner and repeats:
-                return True
-            groups[-1] |= inner or repeats
-        else:
-            groups[-1] |= repeats
-    return False
+def _check_encodes(tokenizer: Tokenizer, patterns: list[str], path: Path) -> None:
+    """Encode a text as a check: some tokenizers can be read but fail at every text, and some need exponential time. The
+    library has no time limit, so a thread that takes too long is left to the end of the process."""
+    text, failed = _trial(patterns), ""
+
+    def encode() -> None:
+        nonlocal failed
+        try:
+            for add_special_tokens in (False, True):
+                tokenizer.decode(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        except BaseException as error:  # the library's panics are not Exceptions
+            failed = cut(str(error)) or "it failed"
+
+    thread = threading.Thread(target=encode, daemon=True)
+    end_s = time.process_time() + MOST_TRIAL_S
+    thread.start()
+    while thread.is_alive() and time.process_time() < end_s:
+        thread.join(0.02)
+    if thread.is_alive():
+        failed = f"{RUN} equal characters take it more than {MOST_TRIAL_S:g} s"
+    if failed:
+        accepted = f"it cannot encode a text ({failed}): give the tokenizer.json of the checkpoint's model"
+        raise InputError("tokenizer", str(path), accepted)
+
+
+def _trial(patterns: list[str]) -> str:
+    """Return a text with a long run of each character that may matter to the tokenizer's regular expressions, and then
+    each once, so that a search for what must follow a run does not fail at once.
+    """
+    units = sorted({*TRIED, *"".join(patterns), *(word for each in patterns for word in re.findall(r"\w+", each))})
+    return "Hello, world" + "".join((unit * RUN)[:RUN] + "\x01" for unit in units) + "\x01".join(units)
 
 
 def _growth(part: Any) -> float:

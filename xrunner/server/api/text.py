@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from xgpt.core.errors import InputError, cut
+from xgpt.core.errors import cut
 from xgpt.core.schema import ModelSpec
 from xrunner.grammar import Grammars
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
@@ -52,9 +52,16 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text. A rendered chat needs no special tokens added. Other threads can run
-        meanwhile."""
+        meanwhile.
+
+        Raises:
+            ValueError: the tokenizer fails at this text.
+        """
         # The library's method for a single text would keep Python's lock throughout.
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:  # the library's panics are not Exceptions
+            raise ValueError(cut(str(error))) from None
 
     def has_text(self, token: int) -> bool:
         """Return whether the decoder shows the token: it is in the tokenizer's vocabulary and is not special."""
@@ -64,26 +71,13 @@ class TextCodec:
 def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     """Return the tokenizer of a checkpoint directory, or None if it has none. Raises InputError: tokenizer.json or the
     chat template exists but cannot be read."""
+    # The library's own threads would bypass `tokenising`, which decides which text is next, and at which priority.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found = read_tokenizer(checkpoint)
     if found is None:
         return None
     tokenizer, settings = found
-    _check_encodes(tokenizer, checkpoint)
-    # The library's own threads would bypass `tokenising`, which decides which text is next, and at which priority.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
-
-
-def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    try:
-        for add_special_tokens in (False, True):
-            tokenizer.decode(tokenizer.encode("Hello, world", add_special_tokens=add_special_tokens).ids)
-    except BaseException as error:  # the library's panics are not Exceptions
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        path, reason = checkpoint / "tokenizer.json", cut(str(error))
-        accepted = f"it cannot encode a text ({reason}): give the tokenizer.json of the checkpoint's model"
-        raise InputError("tokenizer", str(path), accepted) from None
 
 
 @lru_cache(maxsize=1 << 16)

@@ -41,6 +41,8 @@ class Prompts:
             most = f"this model's maximum context length is {self._spec.max_context} tokens"
             reason = f"at least {error.at_least} tokens are too many: {most}"
             refuse(field, reason, "context_length_exceeded")
+        except ValueError as error:
+            refuse(field, f"this model's tokenizer cannot encode it: {error}")
         return tokens or refuse(field, "the prompt is empty; send a text with at least one token")
 
     async def text(self, info: RequestInfo, prompt: Prompt) -> str:

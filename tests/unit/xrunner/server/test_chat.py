@@ -465,6 +465,8 @@ def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPa
     [
         ("tokenizer_config.json", b"[" * 1_000_000),
         ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer.json", TOKENIZER.to_str().replace('"a":', '"aa":1099511627776,"a":').encode()),
+        ("tokenizer.json", TOKENIZER.to_str().replace('_processor":null', f'_processor":{[5] * 40_000}').encode()),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
         ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
         ("chat_template.jinja", b"{{ messages[0].content }}{{ '\\ud800' }}"),
@@ -474,21 +476,44 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, content: bytes, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError):
         load_chat_template(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 LETTERS = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|(?:\r?\n)+|\s+(?!\S)|\s+"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "is_read"), [("(a+)+$", False), (r"((\w+)\s?)*$", False), ("(?:(?:x{2,})y?)+", False), (LETTERS, True)]
+    ("pattern", "is_read"),
+    [
+        ("(a+)+$", False),
+        (r"((\w+)\s?)*$", False),
+        (r"\s*\s*\s*x", False),
+        (r"\p{L}*\w*[a-z]*[A-Z]*\d*;", False),
+        ("(?:ab)*(?:ab)*(?:ab)*(?:ab)*c", False),
+        (LETTERS, True),
+    ],
 )
-def test_an_expression_that_repeats_what_repeats_is_refused(pattern: str, is_read: bool, tmp_path: Path) -> None:
-    """It took exponential time for a prompt of forty letters."""
+def test_an_expression_that_takes_long_is_refused(
+    pattern: str, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first took exponential time for a prompt of forty letters, the third hours for one of many blanks."""
+    monkeypatch.setattr("xrunner.server.api.directory.MOST_TRIAL_S", 0.3)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     whole = json.loads(byte_tokenizer().to_str()) | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split]}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    with nullcontext() if is_read else pytest.raises(InputError, match="repeats what repeats"):
+    with nullcontext() if is_read else pytest.raises(InputError, match="cannot encode a text"):
         read_tokenizer(tmp_path)
+
+
+def test_a_text_at_which_the_tokenizer_fails_is_refused(tmp_path: Path) -> None:
+    """The library panics, which is no Exception."""
+    split = {"type": "Split", "pattern": {"Regex": r"(\x{2603}+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(json.loads(byte_tokenizer().to_str()) | {"pre_tokenizer": split})
+    )
+    with running(fake_app(fake_engine(FakeExecutor()), codec=load_tokenizer(tmp_path))) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "fake", "prompt": "\u2603" * 100 + "!"})
+    assert answer.status_code == 400 and "cannot encode" in answer.json()["error"]["message"]
 
 
 TWICE = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30
