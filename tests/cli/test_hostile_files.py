@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.checkpoints import files
-from xgpt.cli import cli
+from xgpt.cli import cli, main
 from xgpt.core import io
 from xgpt.core.errors import InputError
 
@@ -87,3 +89,29 @@ def test_a_header_of_five_gibibytes_is_not_read(tmp_path: Path, monkeypatch: pyt
         file.write(struct.pack("<Q", 5 << 30))
         file.truncate((5 << 30) + 8)
     assert list(files._headers(tmp_path)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"), [("n" * 300, 3, "File name too long"), ("\udcff.json", 2, "is not text in UTF-8")]
+)
+def test_names_that_no_file_has(name: str, code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were internal errors."""
+    with pytest.raises(SystemExit) as end:
+        main([*PLAN, "-o", name])
+    assert end.value.code == code
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("words", "streams", "code"), [("--version", "1>", 3), ("plan --nothing", "2>", 2)])
+def test_a_full_standard_stream(words: str, streams: str, code: int) -> None:
+    """A full disk behind standard output was an internal error."""
+    done = subprocess.run(
+        f"{sys.executable} -m xgpt {words} {streams}/dev/full",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert code == 2 or done.stderr == "xgpt: cannot read or write: No space left on device\n"

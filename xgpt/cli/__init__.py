@@ -14,13 +14,24 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from xgpt.cli import commands
 from xgpt.cli.options import fields_as_options
-from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable, similar
+from xgpt.core.errors import (
+    InfeasibleError,
+    MachineError,
+    XgptError,
+    cut,
+    nearest,
+    not_installed,
+    printable,
+    reason_of,
+    similar,
+)
 from xgpt.core.version import __version__
 
 GROUPS = {
@@ -168,7 +179,11 @@ def set_up_process() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Every error is one line on standard error and an exit code (see xgpt.core.errors)."""
     set_up_process()
-    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]:
+    given = sys.argv[1:] if arguments is None else arguments
+    for each in given:
+        if not each.isascii() and each.encode(errors="ignore").decode() != each:
+            _fail(f"{each} is not text in UTF-8; rename the file", 2)
+    if given[:1] == ["serve"]:
         ignore_hangups()  # a program that has written keys may send SIGHUP before the server reads them
     try:
         code = cli.main(arguments, prog_name="xgpt", standalone_mode=False)
@@ -200,7 +215,17 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("XGPT_TRACEBACK"):
             raise
+        if isinstance(error, OSError):
+            _fail_with(MachineError(_unusable(error)))
         _fail(f"internal error: {type(error).__name__}: {error} (XGPT_TRACEBACK=1 shows where)", 4)
+
+
+def _unusable(error: OSError) -> str:
+    if error.filename is not None:
+        return f"cannot use {cut(str(error.filename))}: {reason_of(error)}; give another file"
+    if isinstance(error, FileNotFoundError):
+        return "the working directory is gone; change to another one"
+    return f"cannot read or write: {reason_of(error)}"
 
 
 def _fail_with(error: XgptError) -> None:
@@ -240,5 +265,6 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
 def _fail(message: str, code: int) -> None:
     for handler in logging.getLogger().handlers:
         handler.flush()  # the error must be the last line
-    click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)
+    with suppress(OSError):  # standard error may be full
+        click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)

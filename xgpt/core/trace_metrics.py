@@ -27,15 +27,19 @@ def read_metrics(path: Path, name: str, field: str) -> Workload:
     text = text_of(path, field)
     if text.lstrip()[:1] == "{":
         text = _grown(path, field, text)
-    histograms = {role: _buckets(text, known) for role, known in names().histograms.items()}
-    for role, (buckets, _) in histograms.items():
-        if not buckets or not max(buckets.values()):
+    try:
+        histograms = {role: _buckets(text, known) for role, known in names().histograms.items()}
+        spread = {role: _spread(buckets) for role, (buckets, _) in histograms.items() if any(buckets.values())}
+    except (ValueError, OverflowError):
+        accepted = "its histograms of lengths must have finite counts that do not fall below zero: fetch the page again"
+        raise InputError(field, str(path), accepted) from None
+    for role in histograms:
+        if role not in spread:
             accepted = (
                 f"no request is counted in a histogram of {role} lengths, such as vllm:{names().histograms[role][0]}: "
                 "give the metrics page of a server that has answered requests"
             )
             raise InputError(field, str(path), accepted)
-    spread = {role: _spread(buckets) for role, (buckets, _) in histograms.items()}
     for role, histogram in spread.items():
         mean = histograms[role][1]
         logger.warning(
@@ -89,7 +93,7 @@ def _spread(buckets: dict[float, float]) -> Histogram:
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):
-        high = int(limit) if math.isfinite(limit) else low
+        high = int(min(limit, 2**31 - 1)) if math.isfinite(limit) else low
         if count > below and high:
             points = np.unique(np.linspace(min(low + 1, high), high, POINTS).round().astype(int)).tolist()
             for point in points:

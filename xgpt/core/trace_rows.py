@@ -123,7 +123,7 @@ def _csv_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRow
     delimiter = max(DELIMITERS, key=lambda mark: (len(_columns(first.split(mark))), first.count(mark)))
     reader = csv.reader(opened.enter_context(closing(lines_of(path, field))), delimiter=delimiter)
     header: list[str] | None = None
-    for cells in reader:
+    for cells in _read(str(path), reader):
         if any(cell.strip() for cell in cells):
             header = cells
             break
@@ -159,20 +159,24 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
         {role: columns[role] for role in OF_TURNS if role in columns} if {"session", "parent"} & set(columns) else {}
     )
     delay_name = header[of_turns["delay"]].strip() if "delay" in of_turns else ""
+    for cells in _read(path, reader):
+        if len(cells) != width:
+            if not any(cell.strip() for cell in cells):
+                continue
+            accepted = f"this row has {len(cells)} cells, but the header names {width} columns"
+            raise InputError(f"{path}, line {reader.line_num}", cut(delimiter.join(cells)), accepted)
+        if delimiter == ";":  # such files have a decimal comma
+            cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
+        time = cells[timestamp].strip() or None if timestamp >= 0 else None
+        failed = status >= 0 and _is_error(cells[status].strip())
+        lengths = cells[input_].strip(), cells[output].strip()
+        turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
+        yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
+
+
+def _read(path: str, reader: Any) -> Iterator[list[str]]:
     try:
-        for cells in reader:
-            if len(cells) != width:
-                if not any(cell.strip() for cell in cells):
-                    continue
-                accepted = f"this row has {len(cells)} cells, but the header names {width} columns"
-                raise InputError(f"{path}, line {reader.line_num}", cut(delimiter.join(cells)), accepted)
-            if delimiter == ";":  # such files have a decimal comma
-                cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
-            time = cells[timestamp].strip() or None if timestamp >= 0 else None
-            failed = status >= 0 and _is_error(cells[status].strip())
-            lengths = cells[input_].strip(), cells[output].strip()
-            turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
-            yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
+        yield from reader
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV: correct this line") from None
 

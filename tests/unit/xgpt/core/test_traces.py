@@ -87,6 +87,7 @@ def test_reads_times_in_order_from_zero(tmp_path: Path, name: str, text: str) ->
         ("input,output\n5,2\n-4,2\n", "line 3, input: '-4'"),
         ("input,output\n5,0\n", "none of its 1 rows is a successful request with input and output tokens"),
         ("input,output\n5,two\n", "line 2, output: 'two'"),
+        ("input,output\r5,6\r", "line 1: 'new-line character seen in unquoted field"),
         ("input,output\n5.5,2\n", "line 2, input: '5.5'"),
         ("input,output\n5,\n", "none of its 1 rows"),
         ("input,output\n5\n", "line 2: '5'"),
@@ -297,6 +298,16 @@ def test_a_hostile_file_is_refused_in_one_line(
     with pytest.raises(InputError, match=says) as caught:
         read_lengths(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("counts", ["NaN", "Inf", "1.x", "-3"])
+@pytest.mark.parametrize("limit", ["10", "1e300", "-5", "x"])
+def test_a_page_of_nonsense_is_refused(tmp_path: Path, counts: str, limit: str) -> None:
+    (tmp_path / "page.prom").write_text(
+        "".join(f'vllm:request_{role}_tokens_bucket{{le="{limit}"}} {counts}\n' for role in ("prompt", "generation"))
+    )
+    with pytest.raises(InputError, match="finite counts"):
+        read_lengths(tmp_path / "page.prom")
 
 
 def test_a_unit_that_gives_an_absurd_rate_is_refused(tmp_path: Path) -> None:
