@@ -61,7 +61,7 @@ def read_config(path: Path) -> ModelSpec:
     Raises:
         InputError: as `read_spec` does.
     """
-    if not path.is_file():
+    if not path.exists():
         raise InputError("config", str(path), "there is no such file; check the path")
     return _read_spec(path, None)
 

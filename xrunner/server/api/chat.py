@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, nearest
+from xgpt.core.io import read_text
 from xrunner.server.api import rendering
 from xrunner.server.api.directory import read_settings, special_tokens
 from xrunner.server.api.errors import quoted
@@ -20,6 +21,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "functio
 INSTRUCTIONS = ("system", "developer")
 MAX_ROLE = 64
 """Characters of the longest role that is not one of `ROLES`."""
+MOST_TEMPLATE = 256 << 10
+"""Largest number of characters of a template, which is sent to another process for each prompt. Real ones
+have at most some 20,000.
+"""
 MAX_ROLES = 32
 """Largest number of roles in a chat: each may have to be compared with `ROLES`, which takes 0.1 ms."""
 ADDITIONAL = "additional_chat_templates/*.jinja"
@@ -191,14 +196,14 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     """
     config = read_settings(checkpoint)
     path = checkpoint / "chat_template.jinja"
-    try:
-        named = {each.stem: each.read_text(encoding="utf-8") for each in checkpoint.glob(ADDITIONAL)}
-        if path.is_file():
-            named["default"] = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("chat_template", str(path), f"it cannot be read: {error}") from None
+    named = {each.stem: read_text(each, "chat_template") for each in checkpoint.glob(ADDITIONAL)}
+    if path.is_file():
+        named["default"] = read_text(path, "chat_template")
     if not named:
         named = _listed(config.get("chat_template"))
+    if (size := max(map(len, named.values()), default=0)) > MOST_TEMPLATE:
+        accepted = f"at most {MOST_TEMPLATE} are accepted: give the template of the checkpoint's model"
+        raise InputError("chat_template", f"{size} characters", accepted)
     source = named.pop("default", None)
     return None if source is None else ChatTemplate(source, special_tokens(config), named)
 

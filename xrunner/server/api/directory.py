@@ -102,6 +102,7 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     listed = [entry for _, entry in sorted((int(id_), entry) for id_, entry in entries if isinstance(entry, dict))]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     others = extra.values() if isinstance(extra, dict) else extra
+    added: list[AddedToken] = []
     for entry in [*listed, *(settings.get(name) for name in named), *others]:
         text = token_text(entry)
         if text is None or text in known:
@@ -109,8 +110,8 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         known.add(text)
         options = {name: bool(entry[name]) for name in OPTIONS if name in entry} if isinstance(entry, dict) else {}
         is_special = options.pop("special", entry not in listed) or text in named.values()
-        token = AddedToken(text, special=is_special, **options)
-        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
+        added.append(AddedToken(text, special=is_special, **options))
+    tokenizer.add_tokens(added)  # each call takes time for all tokens
 
 
 def _check_growth(parts: dict[str, Any], path: str) -> None:

@@ -468,6 +468,7 @@ def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPa
         ("tokenizer.json", TOKENIZER.to_str().replace('"a":', '"aa":1099511627776,"a":').encode()),
         ("tokenizer.json", TOKENIZER.to_str().replace('_processor":null', f'_processor":{[5] * 40_000}').encode()),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
+        ("chat_template.jinja", b"x" * 300_000),
         ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
         ("chat_template.jinja", b"{{ messages[0].content }}{{ '\\ud800' }}"),
     ],
