@@ -29,6 +29,7 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.lib.results import record, table
 from benchmarks.lib.served_plans import PLANS, SPEC, Served, left_over, one_lane, plan, served
 from xgpt.client import ClientRequest, replay
 from xgpt.core.processes import children_of, end_with_parent, free_port
@@ -229,6 +230,7 @@ def main() -> None:
     options.add_argument("--only", choices=(*VICTIMS, *OF_RAY))
     options.add_argument("--load", choices=("idle", "loaded"), help="only without, or only with requests")
     options.add_argument("--json", type=Path, help="add to the kills in this file until there are enough")
+    options.add_argument("--record", action="store_true", help="store the rows as a result")
     given = options.parse_args()
     stored = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
     rows = {(row["victim"], row["is_loaded"]): KillRow(**row) for row in stored}
@@ -241,6 +243,34 @@ def main() -> None:
                     if given.json:
                         given.json.write_text(json.dumps([*map(asdict, rows.values())], indent=1) + "\n")
                 print(row, flush=True)
+    if given.record:
+        keep_rows(list(rows.values()))
+
+
+def keep_rows(rows: list[KillRow]) -> None:
+    cells = [
+        (
+            row.victim,
+            "eight streams" if row.is_loaded else "none",
+            len(row.back_s),
+            ", ".join(f"{seconds:.1f}" for seconds in (min(row.back_s), median(row.back_s), max(row.back_s))),
+            f"{row.lost} of {row.requests}",
+            row.changed,
+            row.ended,
+        )
+        for row in rows
+    ]
+    columns = ("killed", "requests", "kills", "answers again after: least, median, most s", "lost", "changed", "ended")
+    fields = ("requests", "lost", "changed", "ended", "left_over")
+    counts = {name: sum(getattr(row, name) for row in rows) for name in fields}
+    record(
+        "devices/kills",
+        "{kills} kills: {lost} of {requests} requests were lost, {changed} got other tokens, {ended} servers ended, "
+        "and {left_over} processes and sockets were left.",
+        table(columns, cells),
+        kills=sum(len(row.back_s) for row in rows),
+        **counts,
+    )
 
 
 if __name__ == "__main__":
