@@ -197,7 +197,8 @@ def kill_front(row: KillRow) -> None:
 
 @contextmanager
 def fresh(*, on_ray: bool = False) -> Iterator[tuple[Served, RayNodes | None]]:
-    plan, options, nodes = PLANS["TP 2"](), (), None
+    plan, nodes = PLANS["TP 2"](), None
+    options: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         if on_ray:
             cluster = plan.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})

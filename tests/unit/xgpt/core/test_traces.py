@@ -304,10 +304,11 @@ def test_a_hostile_file_is_refused_in_one_line(
 @pytest.mark.parametrize("limit", ["10", "1e300", "-5", "x"])
 def test_a_page_of_nonsense_is_refused(tmp_path: Path, counts: str, limit: str) -> None:
     (tmp_path / "page.prom").write_text(
-        "".join(f'vllm:request_{role}_tokens_bucket{{le="{limit}"}} {counts}\n' for role in ("prompt", "generation"))
+        "# TYPE vllm:request_prompt_tokens histogram\n"
+        + "".join(f'vllm:request_{role}_tokens_bucket{{le="{limit}"}} {counts}\n' for role in ("prompt", "generation"))
     )
     with pytest.raises(InputError, match="finite counts"):
-        read_lengths(tmp_path / "page.prom")
+        read_workload(tmp_path / "page.prom")
 
 
 def test_a_unit_that_gives_an_absurd_rate_is_refused(tmp_path: Path) -> None:

@@ -513,7 +513,8 @@ def test_a_text_at_which_the_tokenizer_fails_is_refused(tmp_path: Path) -> None:
         json.dumps(json.loads(byte_tokenizer().to_str()) | {"pre_tokenizer": split})
     )
     with running(fake_app(fake_engine(FakeExecutor()), codec=load_tokenizer(tmp_path))) as url:
-        answer = httpx.post(f"{url}/v1/completions", json={"model": "fake", "prompt": "\u2603" * 100 + "!"})
+        body = {"model": "fake", "prompt": "\u2603" * 100 + "!"}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400 and "cannot encode" in answer.json()["error"]["message"]
 
 
