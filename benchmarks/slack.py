@@ -5,7 +5,7 @@
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
 token, waiting included. Every row is planned with profiles from datasheets: the best fixed budget
-(chunked, order fcfs), the same with order in-time, and slack. Plans are found and tuned on one draw of 2,000 requests.
+(chunked, order fcfs) and slack. Plans are found and tuned on one draw of 2,000 requests.
 The gain of slack is measured on 50,000 other requests, which no search has seen, over the fixed budget that serves most
 of them. These fixed budgets are the planner's own, those planned under a tighter TPOT, and each of them multiplied by
 the factors in `SWEEP`. With --json, an interrupted run continues.
@@ -33,7 +33,7 @@ from benchmarks.lib.results import record
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import dump_json
-from xgpt.core.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
+from xgpt.core.schema import ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import gamma_arrivals, sample
@@ -83,9 +83,6 @@ class Row:
     load: str
     ttft_s: float
     tpot_s: float
-    fixed: float | None
-    fixed_in_time: float | None
-    slack: float | None
     settings: str
     seconds: float
     """Seconds that tuning slack took, including the search for the fixed budget."""
@@ -229,12 +226,9 @@ def measure(model: str, devices: int, load: str, quantity: tuple[str, float], tt
     )
     subject = resolve(asked)
     budgets = fixed_budgets(subject)
-    fixed = max(budgets, key=rate_of, default=None)
-    in_time = best_of(subject, "chunked", "in-time")
     started = time.perf_counter()
     slack = best_of(subject, "slack")
     seconds = time.perf_counter() - started
-    rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack)]
     text = "-" if slack is None else settings_text(slack)
     found = {"fixed": budgets, "slack": [] if slack is None else [slack]}
     plans = {name: [json.loads(dump_json(plan)) for plan in each] for name, each in found.items()}
@@ -243,18 +237,15 @@ def measure(model: str, devices: int, load: str, quantity: tuple[str, float], tt
         load,
         ttft_s,
         tpot_s,
-        fixed=rates[0],
-        fixed_in_time=rates[1],
-        slack=rates[2],
         settings=text,
         seconds=round(seconds, 1),
         plans=plans,
     )
 
 
-def best_of(subject: Problem, policy: PolicyChoice, order: AdmissionOrder | None = None) -> Plan | None:
+def best_of(subject: Problem, policy: PolicyChoice) -> Plan | None:
     try:
-        return next(iter(plan_each(subject, policy, order=order).values()))
+        return next(iter(plan_each(subject, policy).values()))
     except InfeasibleError:
         return None
 
@@ -276,11 +267,8 @@ def fixed_budgets(subject: Problem) -> list[Plan]:
     return found
 
 
-HEADER = (
-    "| model | load | bounds on TTFT, TPOT | fixed budget | slack | gain | bound on any gain | short draw: fixed "
-    "budget | in time | slack |"
-)
-RULE = "|---|---|---|---|---|---|---|---|---|---|"
+HEADER = "| model | load | bounds on TTFT, TPOT | fixed budget | slack | gain | bound on any gain |"
+RULE = "|---|---|---|---|---|---|---|"
 
 
 def line(row: Row) -> str:
@@ -288,10 +276,9 @@ def line(row: Row) -> str:
         return " | ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
 
     unseen = texts(row.unseen.get("fixed"), row.unseen.get("slack"))
-    seen = texts(row.fixed, row.fixed_in_time, row.slack)
     gains = " | ".join(f"{gain:+.1%}" if gain is not None else "-" for gain in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
-    return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} |"
+    return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} |"
 
 
 LOADS_OF_CLASSES = {"interactive": 0.5, "batch": 1.0}

@@ -23,7 +23,7 @@ from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
 """Bytes of weights that a device loads a second, if its profile does not state this rate. These are the slowest rate
-measured on a CPU (docs/results/devices.md) and the slowest rate in ExeGPT's Table 4.
+measured on a CPU and the slowest rate in ExeGPT's Table 4.
 """
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
