@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.lib.results import stored
+from benchmarks.papers import figures
 from tools import svg
 from xgpt.core.io import configs_dir, write_atomic
 
@@ -27,31 +28,6 @@ def truth() -> str:
     return svg.histograms("Predicted over measured, published rows", kept, least=-100, most=150, step=5)
 
 
-def orca() -> str:
-    """Return ORCA's Figure 10b from our simulations."""
-    (found,) = (one for name, one in stored("figures/papers").items() if name.startswith("ORCA Figure 10b"))
-    series = {
-        name: [(float(row[0]), float(row[i])) for row in found.rows if row[i] != "-"]
-        for i, name in enumerate(found.columns)
-        if i and name not in ("orca(1)", "orca(8)")
-    }
-    title = "ORCA Figure 10b, 175B, simulated: median ms a token"
-    return svg.lines(title, series, "requests/s", [0.1, 0.3, 1, 3, 12], is_log=True)
-
-
-def exegpt() -> str:
-    """Return ExeGPT's Figures 6 and 8 as ratios: the better of RRA and WAA over FasterTransformer."""
-    (found,) = (one for name, one in stored("figures/papers").items() if name.startswith("ExeGPT Figures 6 and 8"))
-    rows: dict[str, dict[str, list[float]]] = {}
-    for row in found.rows:
-        cells = dict(zip(found.columns, row, strict=True))
-        group = rows.setdefault(f"{cells['model']}, {cells['cluster']}", {})
-        for name, column in (("FT at longest output", "over FT"), ("FT at p99", "over FT at p99")):
-            group.setdefault(name, []).extend([] if cells[column] == "-" else [float(cells[column])])
-    title = "ExeGPT Figures 6 and 8, predicted: throughput over FT"
-    return svg.strips(title, rows, "times FT's throughput; bar: mean", [1, 2, 3, 5, 10, 20])
-
-
 def gallery(name: str, title: str, x_name: str, x_ticks: list[float], *, is_log: bool = False) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for label, x, y in stored("figures/gallery")[name].rows:
@@ -63,7 +39,7 @@ def gallery(name: str, title: str, x_name: str, x_ticks: list[float], *, is_log:
 def pictures() -> dict[Path, str]:
     """Return the text of each picture by its path."""
     bounds = "latency bound of 99% of requests, s", [10.0, 15.0, 20.0, 30.0, 60.0]
-    drawn = {f"images/{draw.__name__}": draw() for draw in (truth, orca, exegpt)}
+    drawn = {"images/truth": truth()} | {f"images/papers/{name}": text for name, text in figures.pictures()}
     drawn["gallery/bounds"] = gallery("bounds", "Llama 3.1 70B, eight H100: arrivals a second", *bounds, is_log=True)
     devices = "devices", [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     drawn["gallery/devices"] = gallery("devices", "Llama 3.1 70B within 15 s: arrivals a second", *devices)

@@ -119,35 +119,50 @@ def histograms(title: str, rows: Mapping[str, Sequence[float]], *, least: float,
     return picture(height, parts)
 
 
-def strips(title: str, rows: Mapping[str, Mapping[str, Sequence[float]]], x_name: str, x_ticks: Sequence[float]) -> str:
-    """Draw each row's values on one line of a logarithmic axis, a colour for each series, with a mark at its mean."""
-    each, left, right = 34.0, 12 + 7.2 * max(map(len, rows)), WIDTH - RIGHT
-    height = TOP + 22 + each * len(rows) + BOTTOM
-
-    def at(x: float) -> float:
-        return left + (math.log(x) - math.log(x_ticks[0])) / (math.log(x_ticks[-1]) - math.log(x_ticks[0])) * (
-            right - left
-        )
-
-    parts, base = [text(8, 20, title, kind="title")], height - BOTTOM
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+def bars(
+    title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, columns: int = 2, tall: float = 150
+) -> str:
+    """Draw a panel for each key, with a group of bars for each of its keys, and a bar of each series in a group."""
+    names = list(dict.fromkeys(name for panel in panels.values() for group in panel.values() for name in group))
+    wide = (WIDTH - 8) / columns
+    parts, x = [text(8, 20, title, kind="title")], 8.0
     for number, name in enumerate(names):
-        parts.append(
-            f'<g class="c{number}">{text(left + number * (right - left) / len(names), 44, name, kind="name")}</g>'
-        )
-    for x in x_ticks:
-        parts += [line(at(x), TOP + 14, at(x), base), text(at(x), base + 18, f"{x:g}", anchor="middle", kind="muted")]
-    parts.append(text((left + right) / 2, height - 8, x_name, anchor="middle", kind="muted"))
-    for place, (label, row) in enumerate(rows.items()):
-        y = TOP + 34 + each * place
-        parts.append(text(8, y + 8, label, kind="muted"))
-        for number, name in enumerate(names):
-            values, own = row.get(name, ()), y + 11 * number
-            dots = "".join(
-                f'<circle cx="{at(value):.1f}" cy="{own:.1f}" r="3" fill-opacity=".55"/>' for value in values
-            )
-            parts.append(f'<g class="c{number}">{dots}</g>')
-            if values:
-                mean = at(sum(values) / len(values))
-                parts.append(line(mean, own - 6, mean, own + 6, "mark"))
-    return picture(height, parts)
+        parts.append(f'<g class="c{number}">{text(x, 42, name, kind="name")}</g>')
+        x += 8 * len(name) + 16
+    for place, (panel, groups) in enumerate(panels.items()):
+        left, top = 8 + place % columns * wide, TOP + 12 + place // columns * tall
+        low, high = top + tall - 32, top + 28
+        ticks = round_ticks(max(value for group in groups.values() for value in group.values()))
+        begin = left + 9 * max(len(f"{tick:g}") for tick in (ticks[0], ticks[-1])) + 4
+        parts.append(text(left, top + 16, panel, kind="muted"))
+        for tick in (ticks[0], ticks[-1]):
+            y = low - tick / ticks[-1] * (low - high)
+            parts += [
+                line(begin, y, left + wide - 10, y),
+                text(begin - 5, y + 4, f"{tick:g}", anchor="end", kind="muted"),
+            ]
+        each = (left + wide - 10 - begin) / len(groups)
+        for number, (label, group) in enumerate(groups.items()):
+            start, bar = begin + each * (number + 0.1), 0.8 * each / len(names)
+            parts.append(text(start + 0.4 * each, low + 16, label, anchor="middle", kind="muted"))
+            for which, name in enumerate(names):
+                height = group.get(name, 0.0) / ticks[-1] * (low - high)
+                parts.append(f'<rect class="bar c{which}" x="{start + which * bar:.1f}" y="{low - height:.1f}" '
+                             f'width="{bar - 1:.1f}" height="{height:.1f}"/>')  # fmt: skip
+    return picture(TOP + 12 + tall * math.ceil(len(panels) / columns), parts)
+
+
+def pairs(title: str, rows: Mapping[str, tuple[tuple[float, str], tuple[float, str]]], names: tuple[str, str]) -> str:
+    """Draw two bars a row, each with its value in words. The longer bar of each row has the same length."""
+    each, left, right = 58.0, 8.0, WIDTH - 84.0
+    parts = [text(8, 20, title, kind="title")]
+    for number, name in enumerate(names):
+        parts.append(f'<g class="c{4 - 4 * number}">{text(8 + 90 * number, 42, name, kind="name")}</g>')
+    for place, (label, values) in enumerate(rows.items()):
+        top, most = TOP + 14 + each * place, max(value for value, _ in values)
+        parts.append(text(left, top + 14, label, kind="muted"))
+        for number, (value, words) in enumerate(values):
+            y, width = top + 20 + 16 * number, (right - left) * value / most
+            parts.append(f'<rect class="bar c{4 - 4 * number}" x="{left}" y="{y}" width="{width:.1f}" height="12"/>')
+            parts.append(text(left + width + 6, y + 11, words))
+    return picture(TOP + 14 + each * len(rows), parts)

@@ -1,10 +1,11 @@
 """Compare the figures of papers (ExeGPT, ORCA, TCB, PeriFlow) with xgpt's.
 
     python -m benchmarks.papers [PART ...] [--quick] [--record]
+    python -m benchmarks.papers --figures
 
 A part computes some rows of the table. Without named parts, all run, or with --quick only those that neither search nor
 measure. --record stores each part's rows for docs/results/papers.md, and its tables for the pictures, as soon as the
-part has run; rows of other parts stay.
+part has run; rows of other parts stay. --figures draws docs/results/figures.md's pictures from what is stored.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.lib import results
 from benchmarks.lib.results import record, stored, table
 from benchmarks.papers import drift, exegpt, measured, orca, periflow, steps, tcb
 from benchmarks.papers.claims import Claim, Found, Table
+from tools import make_pictures
 
 
 class Part(NamedTuple):
@@ -108,10 +110,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="run only parts that neither search nor measure")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--figures", action="store_true")
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]!r} is not a part; known parts are {', '.join(PARTS)}")
+    if options.figures:
+        make_pictures.main()
+        return
     for name, part in PARTS.items():
         if name in options.parts or (not options.parts and (part.kind == "forms" or not options.quick)):
             found = list(part.make())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import benchmarks.papers.__main__ as papers
+from benchmarks.lib.results import stored, table
 from benchmarks.papers.__main__ import PARTS, rows_of
 from benchmarks.papers.claims import Claim, at_least, within
 from benchmarks.tcb import competitive
@@ -27,6 +30,17 @@ def test_a_part_is_made(name: str) -> None:
     rows = rows_of(claims)
     assert [row[1] for row in rows] == [claim.what for claim in claims]
     assert {row[7] for row in rows} <= {"as above", *(claim.why for claim in claims)}
+
+
+def test_a_part_is_recorded_beside_the_rows_of_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(papers, "record", lambda name, claim, lines, **figures: recorded.update(figures, lines=lines))
+    papers.keep("exegpt-figure-4", [within("ExeGPT Fig. 4", "one row now", 1.0, 1.0, 0.1, "x")])
+    others = [row for row in stored("papers")["exegpt"].rows if "`exegpt-figure-4`" not in row[0]]
+    mine, *rest = recorded["lines"][2:]
+    assert mine.startswith("| `exegpt-figure-4`, ") and "one row now" in mine
+    assert rest == table(papers.COLUMNS, others)[2:]
+    assert (recorded["rows"], recorded["held"]) == (len(rest) + 1, 1 + sum(row[-2] == "yes" for row in others))
 
 
 def test_verdicts() -> None:
