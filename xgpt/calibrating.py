@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, cut
 from xgpt.core.io import read_text
-from xgpt.core.schema import EngineSpec, PlanDraft, Profile, Workload
+from xgpt.core.schema import EngineSpec, FittedLoads, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, TraceLengths, histogram_of
 from xsimulator.benchmarked import Benchmark, simulate_benchmark
@@ -106,6 +106,11 @@ class MeasuredLoad(NamedTuple):
         return Benchmark(self.source, TraceLengths(inputs, outputs, times), self.clients)
 
     @property
+    def outstanding(self) -> float:
+        """Mean number of outstanding requests, by Little's law."""
+        return self.throughput_rps * (self.ttft_s + self.tpot_s * (float(np.mean(self.outputs)) - 1))
+
+    @property
     def figures(self) -> Figures:
         return self.throughput_rps, self.ttft_s, self.tpot_s
 
@@ -153,7 +158,10 @@ def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) 
     ]
     output = CalibrateOutput(**found._asdict(), unknown=tuple(unknown), loads=tuple(results))
     assert plan.engine is not None
-    return CalibratedLoads(found.of_profile(profile), found.of_engine(plan.engine), output)
+    running = [load.outstanding / plan.replicas for load in loads]
+    left = max(abs(value) for load in results for value in load.after.values())
+    fitted = found.of_profile(profile).but(fitted=FittedLoads(running=(min(running), max(running)), error=left))
+    return CalibratedLoads(fitted, found.of_engine(plan.engine), output)
 
 
 def _is_good(figures: Figures, load: MeasuredLoad) -> bool:

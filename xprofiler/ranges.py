@@ -4,7 +4,8 @@
 model in one format on one device in one engine) and cell (load, engine, family of models, device, source of step
 times). `python -m benchmarks.truth --errors` writes it. A figure's range comes from the ratios of its cell, in which
 each group has the same weight. If the groups are too few, those of similar cells are added, and the range is widened.
-`--coverage` states how many figures of a group lie in the ranges that all other groups give.
+`--coverage` states how many figures of a group lie in the ranges that all other groups give. `configs/beyond.json`
+(`--beyond`) has the errors of predictions that were fitted to another load.
 """
 
 from __future__ import annotations
@@ -102,6 +103,27 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
             low, high = within(list(same.values()), factor * (BORROWED if borrowed else 1.0))
             return Likely(low, high, rows, _in_words(cell, names))
     return Likely(*UNKNOWN, 0, "")
+
+
+def beyond(quantity: Quantity, times: float) -> float:
+    """Return within what factor nine of ten figures lay that were predicted for a load `times` as large as the one to
+    which the prediction was fitted. Between and beyond the measured ratios it follows a power law.
+    """
+    if times <= 1:
+        return 1.0
+    points = _beyond()
+    x = [0.0, *(log(ratio) for ratio, _ in points)]
+    y = [0.0, *(log(factors[quantity]) for _, factors in points)]
+    if log(times) <= x[-1]:
+        return exp(float(np.interp(log(times), x, y)))
+    return exp(y[-1] * log(times) / x[-1])
+
+
+@cache
+def _beyond() -> list[tuple[float, dict[str, float]]]:
+    return [
+        (ratio, factors) for ratio, factors in json.loads((configs_dir() / "beyond.json").read_text(encoding="utf-8"))
+    ]
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:

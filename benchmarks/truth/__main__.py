@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.truth.order import choices, ranks
+from benchmarks.truth.order import beyond, choices, ranks
 from benchmarks.truth.places import SOURCES
 from benchmarks.truth.score import coverage, errors_of, table
 from benchmarks.truth.sources import Row
@@ -49,6 +49,9 @@ def main() -> None:
         "--coverage",
         action="store_true",
         help="print how many figures of each group lie in the ranges that all other groups give",
+    )
+    parser.add_argument(
+        "--beyond", type=Path, help="write errors after a fit to another load, in the form of configs/beyond.json"
     )
     parser.add_argument("--ranks", action="store_true", help="print how settings are ordered and chosen")
     options = parser.parse_args()
@@ -84,6 +87,8 @@ def main() -> None:
         options.errors.write_text(errors_of(rows), encoding="utf-8")
     if options.coverage:
         print(coverage(rows))
+    if options.beyond:
+        options.beyond.write_text(beyond(rows), encoding="utf-8")
     if options.ranks:
         print(ranks(rows, options.measured), choices(rows, options.measured), sep="\n\n")
 

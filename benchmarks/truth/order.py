@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -183,3 +184,28 @@ def _sets(points: list[Point], name: str) -> Iterator[list[Point]]:
         chosen = [sorted(each, key=lambda p: p.measured)[len(each) // 2] for each in found.values()]
         if len(chosen) > 1 and (name != "vendor" or len({each.vendor for each in chosen}) > 1):
             yield chosen
+
+
+def beyond(rows: list[Row]) -> str:
+    """Return the JSON of configs/beyond.json: within what factor nine of ten figures lie that are predicted after a fit
+    to another load of the same sweep, by quantity and by the ratio of the loads, a power of two.
+    """
+    sweeps: dict[tuple[str, ...], dict[int, list[float]]] = {}
+    for row in rows:
+        if (match := SILICON.search(row.note)) is not None and {"TTFT", "TPOT"} <= row.measured.keys():
+            prompt, output, clients, tp = match.groups()
+            rates = [_rate(each, int(clients), int(output)) for each in (row.measured, row.predicted)]
+            pairs = [(rates[0] or 1, rates[1] or 1), *((row.measured[q], row.predicted[q]) for q in ("TTFT", "TPOT"))]
+            logs = [float(np.log(measured / predicted)) for measured, predicted in pairs]
+            sweeps.setdefault((row.group, prompt, output, tp), {})[int(clients)] = logs
+    found: dict[int, list[list[float]]] = {}
+    for loads in sweeps.values():
+        for low, high in combinations(sorted(loads), 2):
+            apart = np.abs(np.subtract(loads[high], loads[low])).tolist()
+            found.setdefault(round(np.log2(high / low)), []).append(apart)
+    largest, lines = [0.0, 0.0, 0.0], []
+    for power in sorted(power for power, each in found.items() if power >= 1 and len(each) >= 100):
+        largest = np.maximum(largest, np.quantile(found[power], 0.9, axis=0)).tolist()
+        named = zip(("throughput", "TTFT", "TPOT"), largest, strict=True)
+        lines.append(json.dumps([2**power, {name: round(float(np.exp(value)), 2) for name, value in named}]))
+    return "[\n" + ",\n".join(lines) + "\n]\n"

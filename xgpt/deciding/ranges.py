@@ -11,14 +11,16 @@ from math import exp, log
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from xgpt.core.schema import PlanDraft, Profile
+from xgpt.core.schema import FittedLoads, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.observation.paces import usual
-from xprofiler.ranges import Quantity, cell_of, likely
+from xprofiler.ranges import Quantity, beyond, cell_of, likely
 from xsimulator.capacity import capacity
 
 INSIDE = 0.9
 """Probability that a measured value lies within its range."""
+LEAST_ERROR = 0.03
+"""Error of a prediction that was fitted to its load: loads of the same kind differ by more than a fit's rest."""
 HALVINGS = 6
 """Number of paces that are simulated to find the one at which a plan just sustains a load."""
 
@@ -41,10 +43,18 @@ def paces_of(plan: PlanDraft, profile: Profile) -> PaceRange | None:
     """Return the likely paces of a plan's steps, or None if no earlier predictions are known."""
     if profile.is_served:
         return PaceRange(*usual(plan.cluster.device.name, plan.profile.engine))
+    if profile.fitted is not None:
+        factor = _after_fit(profile.fitted, plan, "throughput")
+        return PaceRange(1 / factor, factor)
     if (cell := cell_of(plan)) is None:
         return None
     found = likely(cell, "throughput", borrowed=is_borrowed(plan))
     return PaceRange(1 / found.high, 1 / found.low)
+
+
+def _after_fit(fitted: FittedLoads, plan: PlanDraft, quantity: Quantity) -> float:
+    beyond_fit = beyond(quantity, fitted.times_beyond(plan.estimate.decode_batch))
+    return (1 + max(fitted.error, LEAST_ERROR)) * beyond_fit
 
 
 def is_borrowed(plan: PlanDraft) -> bool:
@@ -84,7 +94,13 @@ def ranges_of(plan: PlanDraft, profile: Profile) -> dict[str, Any]:
         for name in ("latency_s", "ttft_s", "itl_p99_s"):
             ranges[name] = paces.fast * getattr(estimate, name), paces.slow * getattr(estimate, name)
         return {"ranges": ranges, "ranges_from": {}}
-    cell, quantities = cell_of(plan), dict[str, Quantity](throughput_rps="throughput", ttft_s="TTFT", tpot_s="TPOT")
+    quantities = dict[str, Quantity](throughput_rps="throughput", ttft_s="TTFT", tpot_s="TPOT")
+    if profile.fitted is not None:
+        for name, quantity in quantities.items():
+            factor, value = _after_fit(profile.fitted, plan, quantity), getattr(estimate, name)
+            ranges[name] = value / factor, value * factor
+        return {"ranges": ranges, "ranges_from": dict.fromkeys(ranges, _fit_in_words(profile.fitted, plan))}
+    cell = cell_of(plan)
     assert cell is not None
     for name, quantity in quantities.items():
         found, value = likely(cell, quantity, borrowed=is_borrowed(plan)), getattr(estimate, name)
@@ -93,6 +109,17 @@ def ranges_of(plan: PlanDraft, profile: Profile) -> dict[str, Any]:
     if "rate_per_s" in ranges:
         rows["rate_per_s"] = "from the errors of throughput"
     return {"ranges": ranges, "ranges_from": rows}
+
+
+def _fit_in_words(fitted: FittedLoads, plan: PlanDraft) -> str:
+    low, high = fitted.running
+    loads = f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
+    text = f"fitted to loads with {loads} requests at once"
+    times = fitted.times_beyond(plan.estimate.decode_batch)
+    if times <= 1.5:
+        return text
+    apart = f"this plan runs {plan.estimate.decode_batch:.2g}, for which such predictions were off by up to "
+    return f"{text}; {apart}{beyond('throughput', times):.2g} times: measure a load like it"
 
 
 def confidence(plan: PlanDraft, profile: Profile, load_per_s: float) -> float | None:

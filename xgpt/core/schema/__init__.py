@@ -68,6 +68,7 @@ from xgpt.core.schema.profile import (
     CrossTimes,
     Curve,
     EncoderLayerTimes,
+    FittedLoads,
     Jitter,
     LayerTimes,
     Profile,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model import DType, ModelShape
@@ -128,6 +128,20 @@ class CrossTimes(Frozen):
     """Times to compute keys and values from the encoder's output, once for each request, by input tokens."""
     attention: Surface
     """Times of attention of one token of each request to its input, by (batch, input length)."""
+
+
+class FittedLoads(Frozen):
+    """The measured loads to which a profile was fitted."""
+
+    running: tuple[PositiveFloat, PositiveFloat]
+    """The smallest and the largest mean number of outstanding requests of a replica."""
+    error: NonNegativeFloat
+    """The largest relative error of throughput, mean TTFT or mean time between tokens that the fit left."""
+
+    def times_beyond(self, running: float) -> float:
+        """Return by what factor, 1 or more, a number of outstanding requests lies outside of the fitted ones."""
+        low, high = self.running
+        return max(1.0, low / max(running, 1e-9), running / high)
 
 
 class LayerTimes(Frozen):
@@ -262,6 +276,8 @@ class Profile(Frozen):
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
     """The variation of short steps around their mean. None means that it is not known, so all steps take the mean time.
     """
+    fitted: FittedLoads | None = Field(default=None, exclude_if=lambda fitted: fitted is None)
+    """The measured loads to which these times were fitted."""
     provenance: dict[str, str] = Field(default_factory=dict)
     """By name of a part of the profile, the source of its numbers. Key "served" describes a fit to a served engine."""
     environment: dict[str, str] = Field(default_factory=dict)
