@@ -267,9 +267,9 @@ def published() -> None:
             else:
                 kept.append(abs(found - hit))
     claim = (
-        "In {rows} rounds of one published run, memory holds only some sessions. The share of prompt tokens found is "
-        "simulated to within {median} of the measured one (median; at most {most}). In {others} rounds in which "
-        "nothing is evicted, it is the measured one to within {least}. Nothing was fitted to these rows."
+        "In {rows} rounds of one published run in which memory holds only some sessions, the share of prompt tokens "
+        "found is simulated to within {median} of the measured one (median; at most {most}). In {others} rounds in "
+        "which nothing is evicted, it is the measured one to within {least}. Nothing was fitted to these rows."
     )
     figures = {"median": np.median(errors), "most": max(errors), "least": max(kept)}
     counts = {"rows": len(errors), "others": len(kept)}

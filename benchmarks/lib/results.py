@@ -42,8 +42,12 @@ class Result(BaseModel):
         yield self.claim.format(**self.figures)
         yield from ("", f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}")
         yield from (f"| {' | '.join(row)} |" for row in self.rows)
-        where = f" of commit {self.commit}" if self.commit else ""
-        yield from ("", f"`{self.command}`{where}, {self.date:%Y-%m-%d}, {self.machine}.")
+        yield from ("", f"{self.remade}, {self.date:%Y-%m-%d}, {self.machine}.")
+
+    @property
+    def remade(self) -> str:
+        """The command, in Markdown."""
+        return f"`{self.command}`{f' of commit {self.commit}' if self.commit else ''}"
 
 
 def stored(page: str) -> dict[str, Result]:
@@ -92,6 +96,17 @@ def keep(page: str, results: Mapping[str, Result]) -> None:
 def write(page: str) -> None:
     path = PAGES / f"{page}.md"
     write_atomic(path, filled(path.read_text(encoding="utf-8"), stored(page)))
+    write_atomic(PAGES / "index.md", claims())
+
+
+def claims() -> str:
+    """Return the page that lists each claim with its command and the date of its last measurement."""
+    rows = [
+        (f"[{page}: {name}]({page}.md)", next(one.lines()).partition(". ")[0].removesuffix("."), one.remade, one.date)
+        for page in sorted(path.stem for path in STORED.glob("*.json"))
+        for name, one in stored(page).items()
+    ]
+    return "\n".join(["# Claims", "", *table(("table", "claim", "command", "measured"), rows), ""])
 
 
 def filled(text: str, results: Mapping[str, Result]) -> str:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.lib.results import PAGES, STORED, filled, stored
+from benchmarks.lib.results import PAGES, STORED, claims, filled, stored
 from tools.make_pictures import pictures
 
 NAMES = sorted(path.stem for path in STORED.glob("*.json"))
@@ -26,6 +26,10 @@ def test_commands_of_tables_are_there(name: str) -> None:
         words = shlex.split(one.command)
         if words[:2] == ["python", "-m"] and not one.commit:
             assert find_spec(words[2]) is not None, one.command
+
+
+def test_the_list_of_claims_is_the_stored_one() -> None:
+    assert (PAGES / "index.md").read_text(encoding="utf-8") == claims()
 
 
 def test_pictures_show_what_is_stored() -> None:
