@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import time
@@ -86,6 +87,10 @@ def post(url: str, alarm: WatchAlarm) -> bool:
         return False
 
 
+COMMANDS = re.compile(r"[;&|<>()$`\\!\r\n]")
+"""Characters by which a word of plan.json could become a command in the user's own shell text, however it quotes."""
+
+
 def roll(template: str, command: str, urls: list[str]) -> None:
     """Restart one replica after the other with a command's flags.
 
@@ -93,6 +98,8 @@ def roll(template: str, command: str, urls: list[str]) -> None:
         MachineError: a restart fails, or a replica does not answer after it. The others keep running as they were.
     """
     _, words = split(shlex.split(command))
+    if (odd := next((word for word in words[3:] if COMMANDS.search(word)), None)) is not None:
+        raise MachineError(f"--apply gives {odd!r} to no shell, which might run it; restart the engines yourself")
     for url in urls:
         text = template.replace("{flags}", shlex.join(words[3:])).replace("{url}", url)
         done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from xgpt.core.schema import Histogram, Plan, Workload
 from xgpt.core.schema.tuning import WatchAlarm
 from xgpt.metrics_pages import samples_of
 from xgpt.tuning.metrics import KNOWN, Page, page_of
+from xgpt.tuning.watch import roll
 from xgpt.tuning.watching import Watcher
 
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, float("inf"))
@@ -132,6 +134,15 @@ def test_a_restarted_engine_is_no_change(plan: Plan) -> None:
     watcher, alarm, _ = watched(plan, Engine(), 60)
     _, alarm, _ = watched(plan, Engine(seed=1), 60, 60, watcher)
     assert alarm is None
+
+
+@pytest.mark.parametrize("name", ["$(touch {})", "`touch {}`", "a; touch {};", '"; touch {}; "', "a\ntouch {}"])
+def test_words_of_a_plan_are_no_commands(name: str, tmp_path: Path) -> None:
+    """Between the user's double quotes, the name of a draft model was run."""
+    word = shlex.quote(name.format(tmp_path / "run"))
+    with pytest.raises(MachineError, match="to no shell"):
+        roll('echo "{flags}"', f"vllm serve m --speculative-model {word}", ["http://127.0.0.1:1"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_webhook_that_is_no_url_is_refused_before(plan: Plan) -> None:
