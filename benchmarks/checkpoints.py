@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -185,13 +184,6 @@ def tables(rows: Sequence[Row]) -> None:
         families=len({row.family for row in rows}),
         answered=sum(row.policy == "auto" for row in rows),
         failed=len(rows) - right,
-    )
-    reasons = Counter(r.outcome.removeprefix(f"{REFUSED}: ") for r in rows if r.is_right and r.outcome != EQUAL)
-    record(
-        "checkpoints/none",
-        "{count} combinations have no plan, for these reasons.",
-        ["| reason | combinations |", "", *(f"| {reason} | {count} |" for reason, count in reasons.most_common())],
-        count=right - equal,
     )
 
 

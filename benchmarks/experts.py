@@ -6,13 +6,11 @@ each.
 The figure is throughput at saturation under the latency bound of each case. Step times are from the datasheet, or from
 imported tables with --framework. In "slices", each device has a slice of every expert. In "parts", each device of a
 group has whole experts. In "equal stages", replicas are pipelines of equal groups, without partial tensor parallelism
-and without two lanes. Seconds are processor time, for the searches of all policies together and for the slowest one.
-The gaps are the best plan's, and the largest of any policy.
+and without two lanes.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -47,30 +45,17 @@ CASES = (
     Case("deepseek-v3", "h200x32", "chat-long", 30.0),
 )
 HEADER = (
-    "| model | devices | bound | best, req/s | slices | parts | equal stages | best plan | seconds | gap |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| model | devices | bound | best, req/s | slices | parts | equal stages | best plan |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
 
 
-class Found(NamedTuple):
-    """The best plan of all policies, and the processor seconds and the gap of each policy's search."""
-
-    plan: Plan
-    seconds: list[float]
-    gaps: list[float]
-
-
-def best(problem: Problem) -> Found | None:
-    scheduler, plans, seconds = Scheduler(problem), [], []
+def best(problem: Problem) -> Plan | None:
+    scheduler, plans = Scheduler(problem), list[Plan]()
     for kind in POLICIES:
-        started = time.process_time()
         with suppress(InfeasibleError):
             plans.append(scheduler.best_of_each((kind,))[kind])
-            seconds.append(time.process_time() - started)
-    if not plans:
-        return None
-    highest = max(plans, key=lambda plan: plan.estimate.throughput_rps)
-    return Found(highest, seconds, [plan.search.gap or 0.0 for plan in plans])
+    return max(plans, key=lambda plan: plan.estimate.throughput_rps, default=None)
 
 
 def only(problem: Problem, wanted: Callable[[LayerTimes], bool]) -> Problem:
@@ -94,18 +79,16 @@ def row(case: Case, framework: str | None, kv_dtype: DType | None) -> str:
     found = best(problem)
     name = f"| {case.model} | {case.cluster} | {case.latency_bound_s:g} s, {case.workload} "
     if found is None:
-        return f"{name}| none | | | | | | |"
-    most = found.plan.estimate.throughput_rps
+        return f"{name}| none | | | | |"
+    most = found.estimate.throughput_rps
     others = (
         best(only(problem, lambda layer: layer.ep_degree == 1)),
         best(only(problem, lambda layer: layer.ep_degree == layer.tp_degree)),
         best(replace(problem, uniform=True)),
     )
-    shares = ["none" if other is None else f"{other.plan.estimate.throughput_rps / most - 1:+.1%}" for other in others]
-    what = f"{found.plan.policy.kind}, {settings_text(found.plan)}"
-    seconds = f"{sum(found.seconds):.2f}, {max(found.seconds):.2f}"
-    gaps = f"{found.plan.search.gap:.2%}, {max(found.gaps):.2%}"
-    return f"{name}| {most:.1f} | {' | '.join(shares)} | {what} | {seconds} | {gaps} |"
+    shares = ["none" if other is None else f"{other.estimate.throughput_rps / most - 1:+.1%}" for other in others]
+    what = f"{found.policy.kind}, {settings_text(found)}"
+    return f"{name}| {most:.1f} | {' | '.join(shares)} | {what} |"
 
 
 @click.command()

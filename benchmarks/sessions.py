@@ -261,8 +261,8 @@ def published() -> None:
         for i, hit in enumerate(case.hits):
             mine = slice(i * case.clients, (i + 1) * case.clients)
             found = float(run.cached[mine].sum() / trace.input[mine].sum())
-            table.append(f"| {case.source} | {i} | {hit:.3f} | {found:.3f} |")
             if case.tokens is not None and trace.sessions is not None and whole > case.tokens and i > 2:
+                table.append(f"| {case.source} | {i} | {hit:.3f} | {found:.3f} |")
                 errors.append(abs(found - hit))
             else:
                 kept.append(abs(found - hit))
