@@ -7,6 +7,7 @@ replica is simulated with its share of the arrivals.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import cached_property, lru_cache
 from math import ceil, floor, inf, log, log2
 from typing import NamedTuple
@@ -118,17 +119,28 @@ class Trial:
             slack: return None once the quantile of a goal's times exceeds this multiple of its bounds. None means that
                 the run never ends early.
         """
-        plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
-        path_s = plan.request_path_s
-        goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
-        run = run_of(plan, self.lanes, stream, by_request=self._by_request)
-        if not run.run(KeptBounds(goals, self.num_warm_up, last)):
+        stream = self.stream(rate)
+        keeps, run = self.run(stream, slack)
+        if not keeps:
             return None
-        counted = slice(self.num_warm_up, last)
+        counted = slice(self.num_warm_up, self.num_warm_up + self.num_requests)
         arrived, first, end = (
             np.asarray(values[counted], float) for values in (stream.arrivals_ns, run.first_ns, run.end_ns)
         )
-        return RequestTimes.of_ns(arrived, first, end, self._drawn.outputs[counted]).later(path_s)
+        return RequestTimes.of_ns(arrived, first, end, self._drawn.outputs[counted]).later(self.plan.request_path_s)
+
+    def run(self, stream: Stream, slack: float | None, lenient: float = 1.0) -> tuple[bool, Run | EngineRun]:
+        """Run a stream, and return whether at most `lenient` times the allowed share of requests broke a bound."""
+        plan, most = self.plan, lenient * self.num_requests
+        goals = () if not slack else tuple(_in_ns(g, slack, plan.request_path_s, most) for g in self.constraint.goals)
+        run = run_of(plan, self.lanes, stream, by_request=self._by_request)
+        return run.run(KeptBounds(goals, self.num_warm_up, self.num_warm_up + self.num_requests)), run
+
+    def of(self, plan: PlanDraft) -> Trial:
+        """Return a trial of a plan with other settings on the same devices, with the same requests."""
+        other = copy(self)
+        other.plan = plan
+        return other
 
     def stream(self, rate: float) -> Stream:
         drawn = self._drawn
@@ -331,7 +343,7 @@ def _upper(values: Array, quantile: float) -> float:
     return float(np.partition(values, index)[index])
 
 
-def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
+def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: float) -> GoalNs:
     """A request spends a further `path_s` outside the engine."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)

@@ -22,6 +22,7 @@ from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
 from xscheduler.objectives import arrivals, branches
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.every_setting import ALL_SETTINGS, EverySetting
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
@@ -335,3 +336,26 @@ def test_prompts_at_several_micro_batches_wait_less_and_take_longer() -> None:
     arrivals_s, service = [0.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 1.0]
     assert _waits_for_one_of(1, arrivals_s, service) == [0, 3, 6, 8]
     assert _waits_for_one_of(2, arrivals_s, service) == [0, 0, 3, 2]
+
+
+def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evenly(*values: int) -> Histogram:
+        return Histogram(lengths=values, probabilities=(1 / len(values),) * len(values))
+
+    long_prompts = Workload(name="few", input=evenly(200, 1000, 1800), output=evenly(*range(5, 65)))
+    free = replace(problem("opt-13b", "a40x4", "summarization"), workload=long_prompts)
+    subject = free.under(Constraint(objective="arrivals", latency_bound_s=5.0, headroom=0.0))
+    plan = plan_each(subject, "orca")["orca"]
+    assert plan.search.gap is not None
+    assert plan.search.gap < 0.12
+    assert ALL_SETTINGS in plan.search.bound
+    most = (1 + plan.search.gap) * rate_of(plan)
+    for max_batch in (*range(2, 25, 2), 512):
+        other = plan.but(policy=plan.policy.but(max_batch=max_batch))
+        found = CapacitySearch(other, subject.profile, rate_of(plan), seed=7, least_requests=MANY)
+        assert not found.keeps(1.01 * most), max_batch
+    monkeypatch.setattr(EverySetting, "tighten", lambda self, branches: False)
+    loose = plan_each(subject, "orca")["orca"]
+    assert loose.search.gap is not None
+    assert loose.search.gap > 3 * plan.search.gap
+    assert loose.search.bound.startswith(branches.BOUND)

@@ -25,6 +25,7 @@ from xscheduler.arrival_rate import (
 from xscheduler.found import Found
 from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, MOST_PREDICTIONS, Branches
+from xscheduler.objectives.every_setting import ALL_SETTINGS, EverySetting
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
 from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
@@ -64,7 +65,7 @@ class Arrivals(Objective[PlanDraft]):
         self._seconds: dict[str, float] = {}
         self._rated: dict[Space, Rated | None] = {}
         self._finished: dict[tuple[object, ...], PlanDraft] = {}
-        self._simulations, self._sampled, self._ended_early = 0, False, False
+        self._simulations, self._sampled, self._ended_early, self._has_tried_all = 0, False, False, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked[PlanDraft]:
         started = time.perf_counter()
@@ -121,6 +122,9 @@ class Arrivals(Objective[PlanDraft]):
         if not self._only_best:
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
             capacities[kind] = capacities[kind].but(error=error)
+            if not self._sampled:
+                every = EverySetting(self.scheduler, self._finish, best.plan, rate, DEVIATIONS * error)
+                self._has_tried_all = every.tighten(self._branches.all)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
@@ -179,7 +183,8 @@ class Arrivals(Objective[PlanDraft]):
             ceiling = Ceiling(None, UNBOUND)
         else:
             most = self._branches.most(rate_of(plan), None if best else kind)
-            ceiling = Ceiling((1 + breach) * most, BOUND + self._space_in_words(plan) + ended)
+            tried = ALL_SETTINGS if self._has_tried_all else ""
+            ceiling = Ceiling((1 + breach) * most, BOUND + tried + self._space_in_words(plan) + ended)
         return plan.but(search=effort), ceiling
 
     def _space_in_words(self, plan: PlanDraft) -> str:

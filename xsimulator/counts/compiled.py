@@ -31,8 +31,9 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_kept(function: Callable[..., Any]) -> bool:
     """Return whether the compiled form of a `kept` function is on disk."""
-    directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
-    return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
+    directory, code = function.stats.cache_path, function.__code__  # type: ignore[attr-defined]
+    name = f"{Path(code.co_filename).stem}.{code.co_name}-*.nbi"
+    return directory is not None and any(Path(directory).glob(name))
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:

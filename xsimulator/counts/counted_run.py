@@ -9,8 +9,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from xgpt.core import policies
+from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
-from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, Surface
+from xgpt.core.policies.slack import StepClock
+from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, StepTimes, Surface
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals
@@ -94,7 +96,7 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    if is_compiled():
+    if is_compiled() and is_kept(one_lane_arrivals.run_in_time):
         return
     spec = load_model("opt-125m")[0]
     curve = Curve(points=(1, 2), seconds=(1e-3, 2e-3))
@@ -111,7 +113,13 @@ def main() -> None:
         spread=0.0,
     )
     cost = LaneCost(spec, profile, whole(spec))
-    OneLaneRun(LaneSettings(mix=True, max_batch=1), cost, Kv(8, 16), Stream([1], [1], 1, [0])).run()
+    seconds = (1e-3, 2e-3)
+    times = StepTimes(
+        tokens=(0, 1), tokens_s=seconds, prompts=(0, 1), prompts_s=seconds, decode_s=0.0, context_s=0.0, error=0.0
+    )
+    for first_tokens in (None, FirstTokens(StepClock(times), 10**9)):
+        settings = LaneSettings(mix=True, max_batch=1, first_tokens=first_tokens)
+        OneLaneRun(settings, cost, Kv(8, 16), Stream([1], [1], 1, [0])).run()
 
 
 if __name__ == "__main__":
