@@ -350,7 +350,7 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     assert plan.search.gap < 0.12
     assert ALL_SETTINGS in plan.search.bound
     most = (1 + plan.search.gap) * rate_of(plan)
-    for max_batch in (*range(2, 25, 2), 512):
+    for max_batch in (6, 9, 12, 512):
         other = plan.but(policy=plan.policy.but(max_batch=max_batch))
         found = CapacitySearch(other, subject.profile, rate_of(plan), seed=7, least_requests=MANY)
         assert not found.keeps(1.01 * most), max_batch
