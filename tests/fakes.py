@@ -39,7 +39,7 @@ from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.text import ServedModel, TextCodec
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.app import create_app
-from xrunner.server.http.connections import Listener
+from xrunner.server.http.listener import Listener
 from xrunner.server.http.process import Server
 from xrunner.server.observe.watch import Watch
 

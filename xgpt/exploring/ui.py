@@ -32,7 +32,7 @@ from xgpt.core.io import config_names
 from xgpt.core.traces import SUFFIXES
 from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
-from xrunner.server.http.connections import Listener
+from xrunner.server.http.listener import Listener
 from xrunner.server.http.process import GuardedServer
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from xrunner.server.access.hosts import AllowedHosts, check_exposure
 from xrunner.server.access.keys import ApiKeys, Classes
 from xrunner.server.api.text import load_tokenizer
 from xrunner.server.http.app import create_app
-from xrunner.server.http.connections import check_address
+from xrunner.server.http.listener import check_address
 from xrunner.server.http.process import DRAIN_S, KEY, server_context
 from xrunner.server.http.process import serve as serve_app
 from xrunner.server.http.watchdog import inherited_listener

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xrunner.generation import Logprobs, Token
-from xrunner.server.api.protocol import ChatRequest, GenerationRequest
+from xrunner.server.api.chat_request import ChatRequest
+from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.reader import Said
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
 from xrunner.server.api.tools import NamedTool, ToolCall

@@ -13,6 +13,7 @@ from xgpt.core.errors import MAX_SHOWN, cut
 
 MAX_MESSAGE = 400
 """Largest number of characters of an error's message. Only the beginning and the end of a longer message are sent."""
+KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
 MAX_LOGGED = 200
 """Characters of an error's message in the log."""
 
@@ -47,8 +48,7 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
-        type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        type_ = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
@@ -63,15 +63,7 @@ ANTHROPIC_PATH = "/v1/messages"
 
 
 def anthropic_error(error: ApiError) -> dict[str, str]:
-    kinds = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
+    kinds = KINDS | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Clients recognise a prompt that does not fit by these words, and shorten it.
     begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from xrunner.grammar import choice_rule, json_rule, ranges, whole_grammar
 from xrunner.server.api.calls import Types
+from xrunner.server.api.channels import ChannelReader
 from xrunner.server.api.formats import (
     HERMES,
     MESSAGE,
@@ -96,7 +97,8 @@ class OutputForm:
             return None
         is_call = must_call(choice) and not self.calls.on_channels
         calls = replace(self.calls, openings=OBJECTS, ends=()) if is_call else self.calls
-        return OutputReader(calls, self.thought, takes_calls=takes_calls, is_call=is_call, most=most, types=types)
+        kind = ChannelReader if calls.on_channels else OutputReader
+        return kind(calls, self.thought, takes_calls=takes_calls, is_call=is_call, most=most, types=types)
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, formatted: str | None = None) -> str | None:
         """Return the grammar of an output, after any reasoning, or None if the output is not restricted. `formatted`: a
@@ -203,11 +205,10 @@ class OutputForm:
 
     def _between_tags(self, held: Schemas) -> str:
         """Strict functions get their parameters in the schema's order, with values of the schema's types."""
-        tagged = (each for each in self.calls.openings if each.tags is not None and each.head.endswith(">"))
-        openings = (each for each in tagged if each.tags is not None and "%k" not in each.tags[1])
-        opening = next(openings, Opening(""))
-        texts = (opening.head, opening.close, *(opening.tags or ()))
-        if opening.tags is None or not held or any(token in text for token in self.calls.special for text in texts):
+        tagged = (each for each in self.calls.openings if each.tags and each.head.endswith(">"))
+        opening = next((each for each in tagged if "%k" not in each.tags[1]), Opening(""))
+        texts = (opening.head, opening.close, *opening.tags)
+        if not opening.tags or not held or any(token in text for token in self.calls.special for text in texts):
             return ""
         begin, end = opening.tags
         rules = [f"valued[lazy]: TEXT /{_expression(end, '')}/"]

@@ -84,19 +84,19 @@ class Opening:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     head: str
     close: str = ""
-    tags: tuple[str, str] | None = None
+    tags: tuple[str, ...] = ()
     inner: str = ""
     quotes: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> Pattern:
-        if self.tags is not None:
+        if self.tags:
             return compiled(f"{self.head}%-", r"(?=[<\]])")
         return compiled(self.head, r"(?=\{)" if self.has_json else "")
 
     @property
     def has_json(self) -> bool:
-        return self.tags is None and not self.quotes
+        return not (self.tags or self.quotes)
 
     @property
     def is_object(self) -> bool:

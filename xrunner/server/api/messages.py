@@ -9,18 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from xrunner.server.api.calls import is_object
-from xrunner.server.api.errors import ApiError, anthropic_error, quoted, refuse
-from xrunner.server.api.protocol import (
+from xrunner.server.api.chat_request import (
     ChatMessage,
     ChatRequest,
-    Count,
     JsonSchema,
     JsonSchemaFormat,
     Parts,
-    Sampled,
-    Stop,
     reasoning_switch,
 )
+from xrunner.server.api.errors import ApiError, anthropic_error, quoted, refuse
+from xrunner.server.api.protocol import Count, Sampled, Stop
 from xrunner.server.api.tools import (
     MAX_TOOLS,
     NAME,

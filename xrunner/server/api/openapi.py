@@ -11,8 +11,9 @@ import yaml
 
 from xgpt.core.schema import ModelSpec
 from xgpt.core.version import __version__
+from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
 from xrunner.server.api.messages import CountRequest, MessagesRequest
-from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from xrunner.server.api.protocol import CompletionRequest, DetokenizeRequest
 from xrunner.server.api.responses import ResponsesRequest
 
 Json = dict[str, Any]

@@ -11,16 +11,10 @@ import msgspec
 
 from xgpt.core.errors import nearest
 from xgpt.core.numbers import decimal
+from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.messages import CountRequest, MessagesRequest
-from xrunner.server.api.protocol import (
-    MAX_DEADLINE_S,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from xrunner.server.api.protocol import MAX_DEADLINE_S, CompletionRequest, DetokenizeRequest, GenerationRequest
 from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 

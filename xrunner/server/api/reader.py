@@ -1,7 +1,8 @@
 """Read an output piece by piece while the model writes it: separate reasoning, the answer and calls.
 
-One reader serves all formats (`formats`). It is always in one state, whose step takes characters from the text that is
-held back. A step that takes none ends the reading until more text comes, so every output is read in finite time.
+One reader serves all formats (`formats`) but messages on channels (`channels`). It is always in one state, whose step
+takes characters from the text that is held back. A step that takes none ends the reading until more text comes, so
+every output is read in finite time.
 """
 
 from __future__ import annotations
@@ -24,25 +25,12 @@ from xrunner.server.api.calls import (
     overlap,
     parameter,
 )
-from xrunner.server.api.formats import MEMBER, MESSAGE, CallFormat, Opening, Pattern, Thought, compiled
-from xrunner.server.api.tools import MAX_NAME
+from xrunner.server.api.formats import MEMBER, CallFormat, Opening, Pattern, Thought, compiled
 
 MAX_SPACE = 64
 """Largest number of white-space characters that are held back until other text follows."""
 MAX_CALLS = 256
 """Largest number of calls, and of attempts to read one as a whole. After these, the rest of an output is text."""
-MAX_HEAD = 512
-"""Longest head of a message on a channel, in characters."""
-HEADS = ("<|channel|>", MESSAGE, " to=", "assistant", "<|start|>")
-"""Texts with which the head of a message may begin. A text that begins in another way has no head."""
-ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
-"""Tokens that end a message, including those that end an output."""
-UNENDED = re.compile(
-    r"(?:to=functions\.[A-Za-z0-9_.-]+|<\|channel\|>(?:analysis|commentary|final))"
-    r"(?: code)?(?: ?<\|constrain\|>)?(?: ?json)?"
-)
-"""In a head without the mark at its end: what belongs to the head. The rest is the message's text."""
-RECIPIENT = re.compile(rf"to=(functions\.)?([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 
 class Said(NamedTuple):
@@ -72,8 +60,7 @@ class OutputReader:
         self._held = ""
         self._unread: list[str] = []
         """Pieces after `_held`, none of which has a character that the state waits for."""
-        self._awaited = ""
-        self._is_end = False
+        self._awaited, self._is_end = "", False
         self._said: dict[str, list[str]] = {"reasoning": [], "text": []}
         self._space: list[str] = []
         """White space after a call. It counts as text only if other text follows."""
@@ -82,8 +69,6 @@ class OutputReader:
         """Reads what may be calls at the end of reasoning that has no mark at its end."""
         self._fed = 0
         self._attempts = 0
-        self._shows: Literal["reasoning", "text", "call"] = "text"
-        self._has_start = False
         self._extent = Extent()
         self._opening = Opening("")
         self._name = self._key = self._attribute = ""
@@ -93,17 +78,15 @@ class OutputReader:
         heads = [each.head[0] for each in format_.openings if each.head[0] != "%"]
         triggers = [*dict.fromkeys((*self._begins, *format_.around) if self._begins else heads)]
         self._triggers, self._trigger = triggers, re.compile("|".join(map(re.escape, triggers)))
-        answer = self._call if is_call else self._first if takes_calls else self._text
-        self._answer: Callable[[], None] = self._head if format_.on_channels else answer
+        self._answer: Callable[[], None] = self._call if is_call else self._first if takes_calls else self._text
         self._step = self._answer
-        if thought is not None and not format_.on_channels:
+        if thought is not None:
             self._mark = thought.marks
             self._step = self._begun if thought.is_open else self._before
 
     @property
     def is_thinking(self) -> bool:
-        is_reasoning = self._step == self._message and self._shows == "reasoning"
-        return is_reasoning or self._step in (self._begun, self._thinking)
+        return self._step in (self._begun, self._thinking)
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
         """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
@@ -117,17 +100,14 @@ class OutputReader:
         while self._held and len(self._held) != length:
             length = len(self._held)
             self._step()
-        said = Said("".join(self._said["reasoning"]), "".join(self._said["text"]))
-        self._said["reasoning"].clear()
-        self._said["text"].clear()
+        said = Said(*map("".join, self._said.values()))
+        for parts in self._said.values():
+            parts.clear()
         return said
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
-
-    def _skip_space(self) -> None:
-        self._held = self._held.lstrip()
 
     def _go(self, step: Callable[[], None]) -> None:
         self._step, self._awaited = step, ""
@@ -156,7 +136,7 @@ class OutputReader:
             self._go(self._answer)
 
     def _begun(self) -> None:
-        self._skip_space()
+        self._held = self._held.lstrip()
         if self._held.startswith(self._mark.begin):
             self._take(len(self._mark.begin))
         elif self._is_end or not self._mark.begin.startswith(self._held):
@@ -201,7 +181,7 @@ class OutputReader:
                 self._add(Call(call.function.name, call.function.arguments, call.id))
 
     def _after(self) -> None:
-        self._skip_space()
+        self._held = self._held.lstrip()
         if self._held:
             self._go(self._answer)
 
@@ -232,7 +212,7 @@ class OutputReader:
         if isinstance(whole, tuple):
             opening, found = whole
             self._begin(opening, found)
-        elif whole != "partial":
+        elif whole != "partial" and (begin or not any(map(self._may_begin, self._begins))):
             at = len(begin) + self._gap(len(begin))
             is_object = self._held.startswith("{", at) and any(each.is_object for each in self._format.openings)
             if (begin or self._is_call) and is_object:
@@ -271,7 +251,7 @@ class OutputReader:
         self._take(found.end())
         self._extent = Extent()
         self._num_parameters = 0
-        self._step = self._object if opening.tags is None else self._parameters
+        self._step = self._parameters if opening.tags else self._object
 
     def _add(self, call: Call) -> None:
         self._is_after_call = True
@@ -295,23 +275,19 @@ class OutputReader:
         begin = next((each for each in self._begins if self._held.startswith(each)), "")
         begin = self._held[: len(begin) + self._gap(len(begin))]
         call = None if end is None else call_in(self._held[len(begin) : end])
-        self._finish(len(self._held) if end is None else end, call)
+        self._finish(end, call)
 
     def _literals(self) -> None:
         self._awaited = self._opening.close
         if (end := self._extent.feed(self._held)) is None and not self._is_end:
             return
         self._attempts += 1
-        arguments = None
-        if end is not None:
-            arguments = json_of_literals(self._held[self._begin_at : end - 1], self._opening.quotes)
-        self._finish(
-            len(self._held) if end is None else end, None if arguments is None else Call(self._name, arguments)
-        )
+        text = None if end is None else self._held[self._begin_at : end - 1]
+        arguments = None if text is None else json_of_literals(text, self._opening.quotes)
+        self._finish(end, None if arguments is None else Call(self._name, arguments))
 
-    def _finish(self, length: int, call: Call | None) -> None:
-        """Take the text of a call that was read as a whole. If it is no call, it is text."""
-        text, self._awaited = self._take(length), ""
+    def _finish(self, end: int | None, call: Call | None) -> None:
+        text, self._awaited = self._take(len(self._held) if end is None else end), ""
         if call is None:
             self._show(text)
             self._step = self._text
@@ -320,9 +296,8 @@ class OutputReader:
             self._step = self._between
 
     def _parameters(self) -> None:
-        assert self._opening.tags is not None
         begin, end = self._opening.tags[0], self._end_tag()
-        self._skip_space()
+        self._held = self._held.lstrip()
         if self._held.startswith(end):  # some models write it twice
             self._take(len(end))
             return
@@ -341,7 +316,6 @@ class OutputReader:
             self._go(self._between)
 
     def _end_tag(self) -> str:
-        assert self._opening.tags is not None
         return self._opening.tags[1].replace("%k", self._key)
 
     def _may_begin(self, mark: str) -> bool:
@@ -349,7 +323,6 @@ class OutputReader:
 
     def _value(self) -> None:
         """Read a parameter's value. White space next to its tags is dropped if it is a line break."""
-        assert self._opening.tags is not None
         begin, mark = compiled(self._opening.tags[0]), self._end_tag()
         types = self._types.get(self._name, {})
         end, size = self._value_end(begin, mark)
@@ -424,63 +397,3 @@ class OutputReader:
             self._go(self._call)
         else:
             self._go(self._text)
-
-    # Messages on channels: a head, and a text up to a mark.
-
-    def _head(self) -> None:
-        if self._held.startswith("<|start|>"):
-            self._take(len("<|start|>"))
-            self._has_start = True
-            return
-        head, found, _ = self._held.partition(MESSAGE)
-        if not found:
-            head = head[: len(head) - overlap(head, MESSAGE)]
-        cut = ENDS.search(head)
-        if not self._has_start and not any(head.startswith(each) or each.startswith(head) for each in HEADS):
-            self._shows = "text"
-            self._go(self._message)
-        elif cut is not None or (self._is_end and not found and len(head) <= MAX_HEAD):
-            if cut is None:
-                self._held = head
-            self._open_unended(head[: len(head) if cut is None else cut.start()])
-        elif found and len(head) <= MAX_HEAD:
-            self._take(len(head) + len(MESSAGE))
-            self._open(head)
-        elif len(head) > MAX_HEAD:
-            self._shows = "text"
-            self._go(self._message)
-
-    def _open_unended(self, head: str) -> None:
-        """Read a message that has no mark between its head and its text, or is cut off in its head."""
-        *_, known = (None, *UNENDED.finditer(head))
-        self._take(len(head) if known is None or "commentary" in known[0] else known.end())
-        self._open(head if known is None else head[: known.end()])
-        self._go(self._message)
-
-    def _open(self, head: str) -> None:
-        self._step, self._has_start = self._message, False
-        function, channel = RECIPIENT.search(head), head.rpartition(HEADS[0])[2]
-        if function is not None and self._takes_calls and (function[1] or function[2] in self._types):
-            self._shows = "call"
-            self._extent = Extent()
-            self._add(Call(function[2], ""))
-        else:
-            self._shows = "reasoning" if channel.startswith("analysis") else "text"
-
-    def _message(self) -> None:
-        found = ENDS.search(self._held)
-        marks = ("<|return|>", "<|start|>", "<|end|>", "<|call|>")
-        held = 0 if self._is_end else max(overlap(self._held, mark) for mark in marks)
-        text = self._take(len(self._held) - held if found is None else found.start())
-        if found is not None:
-            self._has_start = self._take(len(found[0])) == "<|start|>"
-            self._step = self._head
-        if self._shows != "call":
-            self._said[self._shows].append(text)
-        elif self._extent.at >= 0:  # no text after the object belongs to the arguments
-            end = self._extent.feed(text)
-            read = len(text) if found is not None or self._is_end else self._extent.at
-            self.found.append(text[: read if end is None else end])
-            if end is None:
-                self._held = text[read:] + self._held
-            self._extent.at = 0 if end is None else -1

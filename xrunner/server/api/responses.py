@@ -10,19 +10,17 @@ import msgspec
 from msgspec import Meta
 
 from xrunner.server.api.calls import is_object
-from xrunner.server.api.errors import ApiError, quoted, refuse
-from xrunner.server.api.protocol import (
-    MAX_LOGPROBS,
+from xrunner.server.api.chat_request import (
     ChatMessage,
     ChatRequest,
-    Count,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
-    OpenAiFields,
     Parts,
     TextFormat,
 )
+from xrunner.server.api.errors import ApiError, quoted, refuse
+from xrunner.server.api.protocol import MAX_LOGPROBS, Count, OpenAiFields
 from xrunner.server.api.response_tools import CallItems, Chosen, ResponseTool, Toolbox, arguments_of, flat_name
 from xrunner.server.api.tools import MAX_TOOLS, FunctionCall, ToolCall
 from xrunner.server.api.translated import AnswerBlock, BlockWriter, Kind, Translated, named_event, new_id, parts_of

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import msgspec
 
 from xrunner.server.api.calls import CallPiece
+from xrunner.server.api.chat_request import ChatRequest, Parts, TextPart
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import ChatRequest, Parts, TextPart
 from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
 
 if TYPE_CHECKING:

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import socket
 import struct
-from collections import OrderedDict
 from contextlib import suppress
-from enum import IntEnum
 from typing import Any, cast
 
 import h11
@@ -18,12 +14,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from xgpt.core.errors import MachineError
-from xgpt.core.network import address_text
-from xgpt.core.processes import raise_file_limit
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.writers import COMMENT
+from xrunner.server.http.listener import AcceptedSocket, Listener, Phase
 from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
@@ -40,40 +34,13 @@ READ_AT_ONCE = 16 << 10
 """Bytes given to the parser at once. The parser refuses a head that is longer than its limit only if the head arrives
 in several pieces, so pieces must be small.
 """
-BACKLOG = 2048
-"""Number of connections that the operating system may queue until they are accepted."""
 ACCEPT_AT_ONCE = 16
-RESERVED_FILES = 64
-"""Number of files that may be open besides counted connections: logs, checkpoints, pipes, and connections that are
-accepted before another one is closed."""
-SURPLUS = 16
-"""Number of connections beyond the limit, for probes."""
-MAX_CONNECTIONS = 8192
 PROBE_S = 0.05, 1.0
 """Shortest and longest interval between two checks of whether a client that has stopped sending still reads."""
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn.setLevel(logging.ERROR)  # lower levels would log clients' mistakes, which answers already report
-
-
-class Phase(IntEnum):
-    """Phase of a connection. If there are too many connections, those in earlier phases are closed first."""
-
-    HEAD = 0
-    BODY = 1
-    ANSWER = 2
-
-
-def most_connections() -> int:
-    """Raise the process's limit of open files as far as allowed. Return how many connections the process can then have.
-    Raises MachineError: the limit of open files is too low to serve."""
-    most = raise_file_limit()
-    num_open = len(os.listdir("/dev/fd"))
-    room = most - num_open - RESERVED_FILES - SURPLUS
-    if room < SURPLUS:
-        raise MachineError(f"{most} open files are too few to serve: raise the limit (ulimit -n 4096)")
-    return min(room, MAX_CONNECTIONS)
 
 
 FREE_CHUNKS = 512
@@ -109,121 +76,6 @@ class Parser(h11.Connection):
         return event
 
 
-class AcceptedSocket(socket.socket):
-    """A client's socket, registered with its listener until it is closed."""
-
-    listener: Listener
-    protocol: Protocol | None = None
-    """None until the TLS handshake has ended."""
-    phase: Phase = Phase.HEAD
-
-    def close(self) -> None:
-        self.listener.forget(self)
-        super().close()
-
-    def drop(self) -> None:
-        if self.protocol is not None:
-            self.protocol.transport.abort()
-            return
-        with suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)  # only asyncio may close the socket, which belongs to it
-
-
-class Listener(socket.socket):
-    """A listening socket that accepts `most` connections.
-
-    A further connection replaces one that waits for a request's headers or, if there is none, for a body: the one that
-    has waited the longest. If every connection has a complete request, up to `SURPLUS` more are accepted. They may only
-    send probes.
-
-    Args:
-        bound: the bound socket. This object takes it over.
-        most: limit of connections. None means as many as the process can have open.
-    """
-
-    def __init__(self, bound: socket.socket, most: int | None = None) -> None:
-        self.most = most_connections() if most is None else most
-        self._open: tuple[OrderedDict[int, AcceptedSocket], ...] = tuple(OrderedDict() for _ in Phase)
-        """For each phase, its connections by file number, in the order in which they entered the phase."""
-        self._failed = False
-        super().__init__(fileno=bound.detach())
-        # Accepted connections inherit this option. Otherwise a token would wait until the client has acknowledged the
-        # previous token, which clients delay by 40 ms. Asyncio sets the option only on sockets with a given protocol
-        # number.
-        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    @classmethod
-    def at(cls, host: str, port: int) -> Listener:
-        """Listen on an address. Port 0 means any free port. Raises MachineError: the address is not available, or too
-        few files may be open."""
-        with _bound(host, port) as bound:
-            return cls(bound)
-
-    def listen(self, _: int = 0) -> None:
-        """The argument is ignored, since asyncio passes the number of connections that it accepts in one iteration."""
-        super().listen(BACKLOG)
-
-    def accept(self) -> tuple[AcceptedSocket, Any]:
-        """Accept a connection. Raise BlockingIOError if none is waiting, or if no further connection can be open."""
-        if self._failed:
-            # After any other error, asyncio would retry without end and log each attempt.
-            self._failed = False
-            raise BlockingIOError
-        try:
-            plain, address = super().accept()
-        except OSError as error:
-            self._failed = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-            raise
-        accepted = AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
-        accepted.listener = self
-        if self.num_open >= self.most:
-            self._make_room()
-        if self.num_open >= self.most + SURPLUS:
-            accepted.close()
-            raise BlockingIOError
-        self._open[Phase.HEAD][accepted.fileno()] = accepted
-        return accepted, address
-
-    @property
-    def num_open(self) -> int:
-        return sum(map(len, self._open))
-
-    def of(self, file_number: int) -> AcceptedSocket | None:
-        return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
-
-    def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
-        """Move a connection to the end of a phase, even if it is already in the phase."""
-        if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
-            accepted.phase = phase
-            self._open[phase][accepted.fileno()] = accepted
-
-    def forget(self, accepted: AcceptedSocket) -> None:
-        self._open[accepted.phase].pop(accepted.fileno(), None)
-
-    def _make_room(self) -> None:
-        for phase in (Phase.HEAD, Phase.BODY):
-            if self._open[phase]:
-                accepted = next(iter(self._open[phase].values()))
-                self.forget(accepted)
-                accepted.drop()
-                return
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        way_out = "; give another `port`" if error.errno == errno.EADDRINUSE else ""
-        raise MachineError(f"cannot listen on {address_text(host, port)}: {reason}{way_out}") from None
-
-
-def check_address(host: str, port: int) -> None:
-    """Check that a server can listen on an address. Raises MachineError: the address is not available."""
-    _bound(host, port).close()
-
-
 class Protocol(H11Protocol):
     """A client's connection. Every wait on it has a time limit."""
 
@@ -256,7 +108,7 @@ class Protocol(H11Protocol):
         if self._accepted is None:  # the connection was dropped during its handshake
             transport.abort()
             return
-        self._accepted.protocol = self
+        self._accepted.transport = transport
         if self._listener.num_open > self._listener.most:
             self.app = _probes_only(self.app)
 
@@ -265,7 +117,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # which uvicorn does only if there was no error
         if self._accepted is not None:
-            self._accepted.protocol = None
+            self._accepted.transport = None
             self._accepted = None
         self.app = self.cycle = self.scope = cast(Any, None)
 

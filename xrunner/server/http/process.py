@@ -32,9 +32,9 @@ from xrunner.server.http.connections import (
     KEEP_ALIVE_S,
     READ_AT_ONCE,
     REST_TIMEOUT_S,
-    Listener,
     Protocol,
 )
+from xrunner.server.http.listener import Listener
 from xrunner.server.http.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from xgpt.core.errors import cut
+from xrunner.server.api.chat_request import ChatMessage
 from xrunner.server.api.errors import ApiError, refuse
-from xrunner.server.api.protocol import ChatMessage, Prompt
+from xrunner.server.api.protocol import Prompt
 from xrunner.server.api.text import ServedModel
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.tools import Tool, told

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from xgpt.core.errors import MachineError, cut
 from xrunner.grammar import MAX_BYTES, json_grammar
 from xrunner.server.access.quota import Quotas
+from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
 from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.parsing import (
     parse_chat,
@@ -27,14 +28,7 @@ from xrunner.server.api.parsing import (
     parse_responses,
     parse_tokenize,
 )
-from xrunner.server.api.protocol import (
-    TOKEN_BYTES,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from xrunner.server.api.protocol import TOKEN_BYTES, CompletionRequest, DetokenizeRequest, GenerationRequest
 from xrunner.server.api.text import ServedModel
 from xrunner.server.api.translated import Translated
 from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter

@@ -31,8 +31,8 @@ from xgpt.core.errors import InputError
 from xrunner.grammar import Grammars
 from xrunner.server.api import rendering
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.chat_request import ChatMessage
 from xrunner.server.api.directory import read_tokenizer
-from xrunner.server.api.protocol import ChatMessage
 from xrunner.server.api.text import load_tokenizer
 from xrunner.server.api.tools import FunctionCall, ToolCall
 

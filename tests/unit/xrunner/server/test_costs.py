@@ -25,6 +25,7 @@ from xrunner.generation import Generation, SamplingParams, of_choices
 from xrunner.logs import log_json
 from xrunner.prefixes import Prefixes
 from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.messages import MessagesRequest
 from xrunner.server.api.parsing import (
@@ -35,7 +36,7 @@ from xrunner.server.api.parsing import (
     parse_responses,
     parse_tokenize,
 )
-from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from xrunner.server.api.protocol import CompletionRequest, DetokenizeRequest
 from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.text import TextCodec

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine
 from xgpt.core.errors import MachineError
-from xrunner.server.http.connections import Listener, check_address
+from xrunner.server.http.listener import Listener, check_address
 from xrunner.server.http.process import Server
 from xscheduler.replanning.replanner import BackgroundPlanner
 

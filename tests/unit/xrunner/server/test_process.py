@@ -24,7 +24,7 @@ from xgpt.client import ClientRequest, replay
 from xgpt.connection import tls_context
 from xgpt.core.errors import InputError, MachineError
 from xrunner.server.http import answer
-from xrunner.server.http.connections import most_connections
+from xrunner.server.http.listener import most_connections
 from xrunner.server.http.process import server_context
 from xscheduler.replanning.replanner import observe_source
 

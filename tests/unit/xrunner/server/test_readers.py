@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.rings import examples
@@ -287,6 +287,7 @@ def test_the_cut_into_pieces_does_not_matter(cuts: list[int], row: Row) -> None:
 
 MARKS = sorted(
     {text for each in FORMATS.values() for text in (*each.begins, *each.ends, *(o.close for o in each.openings))}
+    | {text for each in FORMATS.values() for o in each.openings for text in (o.inner, *o.tags[1:])} - {""}
     | {
         "<think>",
         "</think>",
@@ -310,6 +311,17 @@ MARKS = sorted(
 )
 
 
+TO_CITY = "<parameter=city></function>"
+DSML_CALL = '<｜DSML｜ invoke name="get_weather"></｜DSML｜ invoke>'
+
+
+@example("gpt-oss", ["a<|end|><|start|>assistant<|channel|>final", "<|message|>", "a<|return|>"], False, False)
+@example("gpt-oss", ["<|call|>)<|start|><|end|><|start|><|end|><|channel|>final", "<|message|>"], False, False)
+@example("gpt-oss", ["<|call|> <|message|>a<|call|>"], False, False)
+@example("gpt-oss", ["<|channel|>final<|mess"], False, False)
+@example("Seed-OSS", ["<function=get_weather><seed:tool_call><function=get_weather>", TO_CITY, "a"], False, False)
+@example("DeepSeek V3.2", [DSML_CALL, "<｜DSML｜ calls>", DSML_CALL], False, False)
+@example("OLMo 3", ["<think>get_weather(</function_calls><function_calls>))[ "], True, False)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(MARKS), max_size=12), st.booleans(), st.booleans())
 def test_any_sequence_of_marks_is_read_to_its_end(family: str, parts: list[str], think: bool, must: bool) -> None:
     """Nothing hangs or is lost, and pieces of one character make the same answer as the whole."""
