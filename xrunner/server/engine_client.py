@@ -265,8 +265,7 @@ class EngineClient:
 
     def _note_starts(self, record: StepRecord) -> None:
         """A request starts with the step that prefills its first prompt chunk. The engine reads the clock before the
-        inbox, so a request may have been submitted just after the step's start.
-        """
+        inbox, so a request may have been submitted just after the step's start."""
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)

@@ -32,12 +32,7 @@ PROBE = "xgptprobe"
 
 
 class _Template:
-    """One template. Rendering a probe text shows in which form the template expects messages.
-
-    Attributes:
-        knows_developer: whether the template shows messages of the role `developer`. If not, their role becomes
-            `system`.
-    """
+    """One template. Rendering a probe text shows in which form the template expects messages, and of which roles."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source

@@ -201,8 +201,7 @@ def _replaced(pattern: Any, content: str) -> float:
 
 def _longest(charsmap: str) -> float:
     """Return the length of the longest text in sentencepiece's table: the size of a trie, the trie, and texts that end
-    in a zero.
-    """
+    in a zero."""
     try:
         table = base64.b64decode(charsmap)
         (size,) = struct.unpack("<I", table[:4])

@@ -138,8 +138,7 @@ class OutputForm:
 
     def _called(self, opening: Opening, name: str, schema: dict[str, Any]) -> str:
         """The text is divided into JSON's tokens: longer pieces could not be distinguished from the beginning of an
-        answer that is also an object.
-        """
+        answer that is also an object."""
         head = opening.head.replace("%n", name) if opening.is_object else opening.filled(name)
         parts = re.findall(r'%[_-]|"[^"]*"|[^"%]', head) if opening.is_object else [head]
         before = " ".join("GAP?" if part in ("%_", "%-") else self.terms(part) for part in parts)
@@ -160,8 +159,7 @@ class OutputForm:
 
     def _free(self, schemas: Schemas) -> str:
         """Once a call of a declared function has begun, its arguments are JSON. A mark by itself does not begin a call:
-        models also write other text after it.
-        """
+        models also write other text after it."""
         calls = self.calls
         openings = [each for each in calls.openings if each.has_json]
         heads = [
@@ -208,6 +206,10 @@ class OutputForm:
         tagged = (each for each in self.calls.openings if each.tags and each.head.endswith(">"))
         opening = next((each for each in tagged if "%k" not in each.tags[1]), Opening(""))
         texts = (opening.head, opening.close, *opening.tags)
+        if held and all(
+            text in self.calls.special for each in self.calls.openings for text in (each.inner, each.close)
+        ):
+            return self._between_tokens(held)
         if not opening.tags or not held or any(token in text for token in self.calls.special for text in texts):
             return ""
         begin, end = opening.tags
@@ -215,18 +217,32 @@ class OutputForm:
         for number, (name, schema) in enumerate(held.items()):
             parameters = []
             for key, value in schema.get("properties", {}).items():
-                options, kind = value.get("enum"), value.get("type")
-                written = f"GAP? {json_rule(value)} GAP? {json.dumps(end)}"
-                if options and all(isinstance(option, str) for option in options):
-                    written = f"GAP? {choice_rule(options)} GAP? {json.dumps(end)}"
-                elif not isinstance(kind, str) or kind == "string":
-                    written = "valued"
+                rule = _value_rule(value)
+                written = "valued" if rule == "TEXT" else f"GAP? {rule} GAP? {json.dumps(end)}"
                 is_needed = key in schema.get("required", ())
                 tag = json.dumps(begin.replace("%k", key).replace("%q", key).replace("%-", "").replace("%a", ""))
                 parameters.append(f"(GAP? {tag} {written}){'' if is_needed else '?'}")
             rules.append(f"tag_{number}: trigger_{number} {' '.join(parameters)} GAP? {json.dumps(opening.close)}")
             rules.append(f"trigger_{number}[lazy]: TEXT /{_expression(opening.head, re.escape(name))}/")
         return _mixed([*rules, f"tag: {' | '.join(f'tag_{number}' for number in range(len(held)))}"], self.calls.free)
+
+    def _between_tokens(self, held: Schemas) -> str:
+        """Nothing but calls follows the first token. A function that is not held may have any parameters."""
+        (opening,), begin = self.calls.openings, self.calls.begins[0]
+        before, after = map(self.terms, opening.tags[0].split("%k"))
+        inner, end = self.terms(opening.inner), self.terms(opening.tags[1])
+        ways = [f"NAME GAP? ({before} TEXT {after} GAP? {inner} TEXT {end} GAP?)*"]
+        for name, schema in held.items():
+            needed = schema.get("required", ())
+            ways.append(f"{json.dumps(name)} GAP?")
+            for key, value in schema.get("properties", {}).items():
+                rule = _value_rule(value)
+                written = rule if rule == "TEXT" else f"GAP? {rule} GAP?"
+                parameter = f"({before} {json.dumps(key)} {after} GAP? {inner} {written} {end} GAP?)"
+                ways[-1] += f" {parameter}{'' if key in needed else '?'}"
+        names = f"NAME: /[A-Za-z0-9_.-]+/{''.join(f' & ~{json.dumps(name)}' for name in held)}"
+        tag = f"tag: TEXT {self.terms(begin)} GAP? ({' | '.join(ways)}) {self.terms(opening.close)}"
+        return _mixed([tag, names], self.calls.free - {self.calls.special[begin]})
 
     def _parts(self, pattern: str) -> str:
         found = re.split(r"(%[i_-])", pattern)
@@ -260,6 +276,13 @@ class OutputForm:
 def _mixed(rules: Sequence[str], free: frozenset[int]) -> str:
     other = f"other: TEXT <[{ranges(free)}]>\n" if free else ""
     return f"answer: (tag{' | other' if free else ''})* text\n{other}text: TEXT\n" + "\n".join(rules) + "\n"
+
+
+def _value_rule(schema: dict[str, Any]) -> str:
+    options, kind = schema.get("enum"), schema.get("type")
+    if options and all(isinstance(option, str) for option in options):
+        return choice_rule(options)
+    return json_rule(schema) if isinstance(kind, str) and kind != "string" else "TEXT"
 
 
 def _expression(head: str, name: str) -> str:

@@ -152,7 +152,9 @@ class CallFormat:
     def written_with(self, added: Mapping[str, int]) -> CallFormat:
         """Return the format for a tokenizer that has these tokens which are not text."""
         texts = [*self.begins, *self.ends]
-        texts += (text for each in self.openings for text in (each.head, each.close, *each.quotes))
+        texts += (
+            text for each in self.openings for text in (each.head, each.close, *each.quotes, *each.tags, each.inner)
+        )
         found = {token: id_ for token, id_ in added.items() if any(token in text for text in texts)}
         return replace(self, special=found, free=frozenset(added.values()))
 

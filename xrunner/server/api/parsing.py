@@ -80,8 +80,7 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 def _in_text(body: Body) -> str | None:
     """Return a message that states which byte of a body is not UTF-8, or None if all are. (msgspec's error counts from
-    the start of a string.)
-    """
+    the start of a string.)"""
     try:
         body.decode()
     except UnicodeDecodeError as error:

@@ -353,10 +353,8 @@ class OutputReader:
         self._num_parameters += 1
 
     def _value_end(self, tag: Pattern, mark: str) -> tuple[int, int]:
-        """Return where a parameter's value ends and the length of its closing tag, or -1 if more text is needed.
-
-        A closing tag that nothing of a call follows belongs to the value.
-        """
+        """Return where a parameter's value ends and the length of its closing tag, or -1 if more text is needed. A
+        closing tag that nothing of a call follows belongs to the value."""
         follows = (self._opening.close, mark, *self._format.after, *self._begins)
         first = at = self._held.find(mark)
         while at >= 0:

@@ -224,8 +224,7 @@ class StopStrings:
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
     """Return, for each prefix of `stop`, the length of its longest border: a shorter prefix of it that is also its
-    suffix.
-    """
+    suffix."""
     borders, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

@@ -146,8 +146,7 @@ class Writer(AnswerWriter):
         tokens: Sequence[int] | None = None,
     ) -> bytes:
         """Its tokens are `tokens` or, if that is None, the token of this delta and the tokens of earlier deltas that
-        had no text to show.
-        """
+        had no text to show."""
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'

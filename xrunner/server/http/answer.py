@@ -260,12 +260,8 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The headers are sent with the first token, so that a failure before the first token can still be answered
-        with an error's status.
-
-        After `HEAD_S` without a token, the headers are sent anyway, because proxies and clients close silent
-        connections.
-        """
+        """The headers are sent with the first token, so that a failure before it can still be answered with an error's
+        status, or after `HEAD_S`, because proxies and clients close silent connections."""
         outputs = self._outputs
         first: Sequence[Token] | ApiError | None = await self._first(send)
         has_begun = self._has_head

@@ -188,8 +188,7 @@ class Protocol(H11Protocol):
 
     def _let_go(self) -> None:
         """If the client has not read all, reset the connection, so that the operating system does not hold up to 4 MB
-        until the client reads or has gone.
-        """
+        until the client reads or has gone."""
         if self._stalled_since is not None:
             opened = self.transport.get_extra_info("socket")
             with suppress(OSError):
@@ -220,8 +219,7 @@ class Protocol(H11Protocol):
 
     def _on_demand(self, app: ASGIApp) -> Any:
         """Return the app, changed so that a body's chunks are parsed only when the app asks for them. It asks after the
-        key has been checked.
-        """
+        key has been checked."""
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             async def receive_more() -> Message:
@@ -265,8 +263,7 @@ class Protocol(H11Protocol):
 
     def _probe(self, delay_s: float) -> None:
         """Check whether a client that has stopped sending still reads. Only a write can show this: an interim response
-        before the answer, or a comment within a stream of events.
-        """
+        before the answer, or a comment within a stream of events."""
         if self.transport.is_closing() or self._is_at_rest:
             return
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":

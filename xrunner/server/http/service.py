@@ -62,8 +62,7 @@ MAX_KEY = 60
 
 def _first_line(reason: str) -> str:
     """A reason about a regular expression has several lines: what failed, the expression, a line of marks, and "error:
-    why".
-    """
+    why"."""
     said, *more = re.sub(r"^at \d+\(\d+\): ", "", reason.strip()).split("\n")
     why = next((line for line in more if line.startswith("error: ")), None)
     if said.endswith("regex parse error:") and why is not None:

@@ -383,6 +383,11 @@ def test_a_template_says_how_calls_are_written(template: str, expected: str | No
     assert str(OutputForm.of(template, {})).startswith(f"format of calls: {expected or 'none found'}")
 
 
+def test_the_start_says_where_strict_is_not_held() -> None:
+    for name, says in (("Hermes", False), ("Gemma 4", True), ("GLM 4.5 and later", True)):
+        assert ("strict functions are not held" in str(OutputForm(FORMATS[name]))) == says
+
+
 def test_tokens_say_how_calls_are_written_if_the_template_does_not() -> None:
     assert call_format("", {"<|tool_call|>": 7}) is FORMATS["Phi-4-mini"]
     assert call_format("<tool_call>", {"<|tool_call|>": 7}) is FORMATS[HERMES]
