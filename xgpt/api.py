@@ -243,6 +243,7 @@ def compare(
     latency_bound_s: float | None,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
+    path: str | None = None,
     **asked: Unpack[CompareKeywords],
 ) -> Compared:
     """Return the plan to run, whether it should replace a current deployment, and the plans under looser bounds.
@@ -257,6 +258,7 @@ def compare(
         latency_bound_s: see `plan`.
         progress: called with (done, total, what is being done).
         on_start: called with each plan before the plan is measured.
+        path: where the current deployment will be written as a plan, for commands in the recommendation.
         **asked
 
     Raises:
@@ -271,7 +273,7 @@ def compare(
     request = request_of(CompareRequest, given)
     load = Load(request.num_requests) if request.measure else None
     return comparing.compare(
-        as_plan_request(request), request.current, request.variables, load, request.seed, progress, on_start
+        as_plan_request(request), request.current, request.variables, load, request.seed, progress, on_start, path
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.load import KeptByWindow, LogLoad
+from xgpt.core.load import LogLoad
 from xgpt.core.schema import PlanDraft, Profile
 from xsimulator.measures import RequestTimes
 from xsimulator.run import counted_times, run_requests, times_of
@@ -16,14 +14,8 @@ MOST_STEPWISE = 5000
 """Largest number of requests that are replayed step by step, if a plan's arrivals cannot be counted."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReplayedLoad:
-    times: RequestTimes
-    kept: KeptByWindow
-
-
-def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> ReplayedLoad | None:
-    """Replay all requests of a load with times. The replicas of the plan take turns.
+def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> RequestTimes | None:
+    """Replay all requests of a load with times, and return theirs. The replicas of the plan take turns.
 
     Return None if a request can never fit into the plan's memory, if the load has no times, or if the plan's arrivals
     cannot be counted and there are too many to simulate each step.
@@ -49,8 +41,7 @@ def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> ReplayedLoad | N
                 whole[own] = each
     except InputError:
         return None
-    times = RequestTimes(ttft_s=found[0], tpot_s=found[1], whole_s=found[2])
-    return ReplayedLoad(times, load.kept(times.excess(plan.constraint.all_bounds) <= 1))
+    return RequestTimes(ttft_s=found[0], tpot_s=found[1], whole_s=found[2])
 
 
 def _check_fits(plan: PlanDraft, load: LogLoad) -> None:

@@ -31,7 +31,9 @@ def compare(
         click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
 
     with render.progress_bar() as progress:
-        found = api.compare(**{"latency_bound_s": None, **options.given()}, progress=progress, on_start=announce)
+        found = api.compare(
+            **{"latency_bound_s": None, **options.given()}, progress=progress, on_start=announce, path=output
+        )
     if file is not None and found.current is not None:
         write(file, dump_json(found.current))
     if as_json:

@@ -112,6 +112,7 @@ def compare(
     seed: int = 0,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
+    path: str | None = None,
 ) -> Compared:
     """Find the plan to run. If requested, judge whether it should replace the current deployment, and measure each
     policy's plan on this machine.
@@ -121,6 +122,7 @@ def compare(
             command.
         variables: values of shell variables that the command does not set.
         measured: the load with which each plan is measured. None means that no plan is measured.
+        path: where the current deployment will be written as a plan, for the command of a measurement.
 
     Raises:
         InputError: a name is not known, plans to measure are for another machine, or the current deployment cannot
@@ -136,7 +138,7 @@ def compare(
     if current is None:
         found = Compared(solve(request, progress))
     else:
-        found = _with_current(request, current, variables, cluster, progress)
+        found = _with_current(request, current, variables, cluster, progress, path)
     if measured is not None:
         rng = np.random.default_rng(seed)
         found = replace(
@@ -158,6 +160,7 @@ def _with_current(
     variables: Mapping[str, str],
     cluster: ClusterSpec,
     progress: Progress | None,
+    path: str | None,
 ) -> Compared:
     running = read_current(current, cluster, variables)
     notes = running.notes
@@ -179,8 +182,8 @@ def _with_current(
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
     problem = resolve(request, progress)
-    load = load_of(request.workload, request.growth)
-    trace = None if load is None else load.requests
+    log = load_of(request.workload, request.growth)
+    trace = None if log is None else log.requests
     as_run = _as_run(request, problem, running, progress)
     if as_run.engine != problem.engine and as_run.engine is not None:
         ours = "no particular engine" if problem.engine is None else problem.engine.name
@@ -203,8 +206,8 @@ def _with_current(
     compared = planned.plans if planned.beside is None else {**planned.plans, BESIDE: planned.beside}
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
-    judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept)
-    late = () if load is None else tuple(why_late(scored, planned.best, as_run, problem, load))
+    judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path)
+    late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
 
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from xgpt.core.load import LogLoad
 from xgpt.core.schema import Plan
-from xgpt.core.workload import TraceLengths
+from xgpt.deciding.load import CarriedLoad
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.why_not import fastest
-from xsimulator.measures import RequestTimes
-from xsimulator.replay import replay
 
 
-def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load: LogLoad) -> list[str]:
+def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load: CarriedLoad) -> list[str]:
     """Return a line on the late requests of the whole log, or nothing if none is late or the log has no times.
 
     Args:
         best: the plan with which to compare the deployment.
         running: the problem with the deployment's engine and data types.
     """
-    if not problem.constraint.bounds_latency:
+    late = load.late(current, running.profile)
+    if load.log is None or late is None or not late.any():
         return []
-    now = replay(current, running.profile, load)
-    if now is None or not (late := now.times.excess(problem.constraint.all_bounds) > 1).any():
-        return []
-    planned = replay(best, problem.profile, load)
-    return _others(running, load.requests, late, None if planned is None else planned.times)
-
-
-def _others(
-    running: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
-) -> list[str]:
+    trace, planned = load.log.requests, load.late(best, problem.profile)
     number, constraint = int(late.sum()), running.constraint
     parts, too_long = list[str](), np.zeros(len(late), bool)
     found = fastest(scheduler(running).candidates, ("chunked", "orca"))
@@ -54,7 +42,7 @@ def _others(
     if rest := number - int(too_long.sum()):
         better = ""
         if planned is not None:
-            still = int((planned.excess(constraint.all_bounds) > 1)[late & ~too_long].sum())
+            still = int((planned & late & ~too_long).sum())
             better = f"; under the best plan {still:,} of these are late"
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"of the {number:,} late requests, {'; '.join(parts)}"]

@@ -77,7 +77,9 @@ class TraceLengths(NamedTuple):
             raise InputError("since_s", seconds, f"the trace ends after {self.timestamp_s[-1]:.4g} s")
         found = self.take(np.arange(first, len(self.input)))
         assert found.timestamp_s is not None
-        return found._replace(timestamp_s=found.timestamp_s - found.timestamp_s[0])
+        start_s = float(found.timestamp_s[0])
+        begin_s = None if self.begin_s is None else self.begin_s + start_s
+        return found._replace(timestamp_s=found.timestamp_s - start_s, begin_s=begin_s)
 
 
 def histogram(distribution: LengthDistribution) -> Histogram:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xgpt.core.load import KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
@@ -29,17 +32,22 @@ class CarriedLoad:
     rate_per_s: float
     window: str = ""
     log: LogLoad | None = None
-    _kept: dict[object, KeptByWindow | None] = field(default_factory=dict, compare=False)
+    _late: dict[str, NDArray[np.bool_] | None] = field(default_factory=dict, compare=False)
 
     def kept(self, plan: PlanDraft, profile: Profile) -> KeptByWindow | None:
-        """Return what a plan keeps of the log, or None without a log, or if it cannot be replayed."""
+        """Return what a plan keeps of the log, or None without a log or a replay."""
+        late = self.late(plan, profile)
+        return None if late is None or self.log is None else self.log.kept(~late)
+
+    def late(self, plan: PlanDraft, profile: Profile) -> NDArray[np.bool_] | None:
+        """Return which of the log's requests are late under a plan, or None without a log or a replay."""
         if self.log is None or not plan.constraint.bounds_latency:
             return None
         key = plan.policy, plan.stages, plan.replicas, plan.admission, plan.speculation, plan.engine, plan.profile
-        if (name := repr(key)) not in self._kept:
-            run = replay(plan, profile, self.log)
-            self._kept[name] = None if run is None else run.kept
-        return self._kept[name]
+        if (name := repr(key)) not in self._late:
+            times = replay(plan, profile, self.log)
+            self._late[name] = None if times is None else times.excess(plan.constraint.all_bounds) > 1
+        return self._late[name]
 
 
 def carried(log: LogLoad | None, stated_per_s: float | None) -> CarriedLoad | None:

@@ -54,6 +54,7 @@ def recommend(
     beside: Plan | None = None,
     kept: Given | None = None,
     path: str = "plan.json",
+    now_path: str | None = None,
 ) -> Recommendation:
     """Return what to run.
 
@@ -67,6 +68,7 @@ def recommend(
         choices: clusters that were compared, the cheapest first.
         beside: the best plan of another shape, or None.
         kept: options of the present deployment's command that a new command repeats.
+        path, now_path: where the best plan and the present deployment will be written.
     """
 
     def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
@@ -78,7 +80,7 @@ def recommend(
     present = gain = None
     now_profile = now_profile or profile
     if now is not None:
-        present = offered(now, now_profile, "current.json")
+        present = offered(now, now_profile, now_path or "current.json")
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
         gain = gain_of(best, now, (gains or {}).get(kind))
     action, why = _decide(first, present, gain)
@@ -111,8 +113,10 @@ def recommend(
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
-        would_change=tuple(_would_change(best, first, gain, load)),
-        measurement=_measurement(best, chosen, path),
+        would_change=tuple(_would_change(shown[0], chosen, gain if chosen is first else None)),
+        measurement=_measurement(best, first, path)
+        if now is None or present is None
+        else _measurement(now, present, now_path),
         warnings=best.estimate.warnings,
     )
 
@@ -125,6 +129,7 @@ def _cluster(choice: ClusterChoice) -> OfferedCluster:
         num_devices=None if choice.fewest is None else choice.fewest.number,
         price_per_device_hour=cluster.price_per_device_hour,
         cost_per_hour=choice.price_per_hour,
+        confidence=None if choice.fewest is None else dict(choice.fewest.tried)[choice.fewest.number].confidence,
         why_not=choice.why_not,
     )
 
@@ -212,7 +217,7 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "they hold your load"
         if kept and would_keep:
-            return "keep", "it keeps the bounds at your load, and fewer devices are not sure to"
+            return "keep", "it keeps the bounds at your load, and no plan on fewer devices surely does"
     each = gain.per_device or gain.factor
     if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
@@ -239,29 +244,28 @@ def _shape(plan: Plan) -> str:
     return stages if plan.replicas == 1 else f"{plan.replicas} replicas of {stages}"
 
 
-def _would_change(best: Plan, offer: Offer, gain: Gain | None, load: CarriedLoad | None) -> list[str]:
-    found = []
-    low = offer.rate_per_s.low
-    if load is not None and offer.rate_per_s.value > load.rate_per_s:
+def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
+    found, low, load = [], offer.rate_per_s.low, offer.at_load
+    if load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {offer.rate_per_s.value:.3g} requests/s")
     elif low is not None and low <= 0:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
     each = None if gain is None else gain.per_device or gain.factor
     if gain is not None and gain.worst and each is not None and (each.low or 1) < 1:
         found.append(gain.worst)
-    if (edge := best.estimate.mixing_edge) is not None:
-        now = 0.0 if best.engine is None else best.engine.mixing
+    if (edge := plan.estimate.mixing_edge) is not None:
+        now = 0.0 if plan.engine is None else plan.engine.mixing
         side = "above" if edge.mixing > now else "below"
         found.append(f"prompts in a step slowing its decodes by {side} {100 * edge.mixing:.0f}%: then {edge.policy}")
     return found
 
 
-def _measurement(best: Plan, chosen: Offer, path: str) -> Measurement | None:
+def _measurement(plan: Plan, offer: Offer, path: str | None) -> Measurement | None:
     """Return the measurement that replaces the widest assumption by a fact, for what `xgpt check` can measure."""
-    if best.profile.source == "measured" or chosen.needs_xgpt or engine_command(best) is None:
+    if plan.profile.source == "measured" or offer.needs_xgpt or engine_command(plan) is None:
         return None
-    port = chosen.processes[0].port if chosen.processes else PORT
+    port = offer.processes[0].port if offer.processes else PORT
     return Measurement(
-        narrows="step times, on which all figures rest",
-        command=f"xgpt check http://127.0.0.1:{port} --plan {path}",
+        narrows=f"step times, on which all figures rest{'' if path else ' (-o current.json writes the file)'}",
+        command=f"xgpt check http://127.0.0.1:{port} --plan {path or 'current.json'}",
     )

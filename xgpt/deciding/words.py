@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
     said = list(_sentences(found))
     while True:
         texts = [text for _, text in said]
-        if end and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
+        if end and texts[-1].endswith(".") and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
             texts[-1] += f" {end}"
         elif end:
             texts.append(end)
@@ -47,11 +46,12 @@ def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
 
 def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     """Yield sentences with their ranks: the lowest are left out first."""
-    best, load = found.best, found.best.at_load
+    best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
     if load is not None and not load.holds:
-        would = f"; {found.would_hold} would, as copies of this one" if found.would_hold else ""
+        copies = f"{found.would_hold // best.num_devices} copies" if found.would_hold else ""
+        would = f"; {found.would_hold} would, as {copies} of {'it' if keeps else 'this plan'}" if copies else ""
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
         yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
     yield from ((ALWAYS, text) for text in _answer(found))
@@ -64,8 +64,8 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     else:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
-        told = load.but(confidence=None) if found.sizes else load
-        yield ALWAYS, f"Your load: {load_in_words(told, windows=found.now is None)}."
+        known = {"share_kept": None} if keeps else {"confidence": None} if found.sizes else {}
+        yield ALWAYS, f"Your load: {load_in_words(load.but(**known), windows=found.now is None)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
         text = f"Yours: {now.rate_per_s:.3g} sessions/s; later turns find {100 * now.reused_by_turn[-1]:.0f}%"
@@ -75,11 +75,11 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     if found.sizes:
         yield 7, f"Devices: {_sizes(found.sizes)}."
     if found.runner_up is not None:
-        is_sure = bool(best.unverified and not found.runner_up.unverified)
+        is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
     for each in found.clusters:
         yield ALWAYS, _cluster(each)
-    if found.limit_per_s is not None and found.limit_gap is not None and found.action != "keep":
+    if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
         where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
@@ -89,7 +89,8 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     if found.would_change:
         yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
     if found.measurement is not None:
-        yield 1, f"Once it runs, measure {found.measurement.narrows}: {found.measurement.command}"
+        start = "Once it runs, measure" if found.now is None else "Measure, with what runs now,"
+        yield 1, f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
     for warning in found.warnings[:1]:
         yield 5, f"Warning: {warning}"
 
@@ -160,19 +161,19 @@ def load_in_words(load: AtLoad, *, windows: bool = True) -> str:
     text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest{busiest}" if load.window else "")
     if load.confidence is not None and load.holds:
         text += f", held in {tenths(load.confidence)}"
-    if load.share_kept is not None and load.worst_share_kept is not None:
-        kept, least = _percent(load.share_kept), _percent(load.worst_share_kept)
-        text += f"; replayed, {kept} of {load.num_requests:,} requests keep the bounds"
-        text += "" if kept == least else f", {least} in the worst window ({load.worst_window})"
+    kept, least = (None if share is None else _percent(share) for share in (load.share_kept, load.worst_share_kept))
+    text += "" if kept is None else f"; replayed, {kept} of {load.num_requests:,} requests keep the bounds"
+    if least not in (None, kept, "all"):
+        text += f"{' and' if kept is None else ','} {least} in the worst window ({load.worst_window})"
     return text
 
 
 def _runner_up(found: Recommendation, offer: Offer) -> str:
-    start = "Next best"
-    if found.best.unverified and not offer.unverified:
+    start, first = "Next best", found.rejected or found.best
+    if first.unverified and not offer.unverified:
         start = "Best that measurements verify"
-    elif offer.unverified and not found.best.unverified:
-        start = f"Next best (not verified by measurements: {', '.join(offer.unverified)})"
+    elif offer.unverified and not first.unverified:
+        start += _not_verified(offer)
     load, gain = offer.at_load, found.runner_up_gain
     text = f"{start}: {_in_short(offer, found.best)}"
     if gain is not None and gain.factor is not None:
@@ -184,6 +185,13 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
     return f"{text}."
 
 
+FEW = "too few"
+
+
+def _not_verified(offer: Offer) -> str:
+    return f" (not verified by measurements: {', '.join(offer.unverified)})" if offer.unverified else ""
+
+
 def _sizes(sizes: tuple[Sized, ...]) -> str:
     """Return how surely each number of devices holds the load. A number between two that were searched holds it at
     least as surely as the lower one.
@@ -191,27 +199,28 @@ def _sizes(sizes: tuple[Sized, ...]) -> str:
     spans = list[tuple[int, int, str]]()
     for size, after in zip(sizes, [*sizes[1:], None], strict=True):
         last = size.num_devices if after is None else after.num_devices - 1
-        words = tenths(size.confidence) if size.confidence else "none"
+        words = f"in {tenths(size.confidence)}" if size.confidence else FEW
         if spans and spans[-1][2] == words:
             spans[-1] = spans[-1][0], last, words
         else:
-            spans.append((1 if words == "none" else size.num_devices, last, words))
-    said = [f"{_span(first, last)} in {words}" for first, last, words in spans]
-    said[0] = said[0].replace(" in ", f" hold{'s' if spans[0][0] == spans[0][1] else ''} it in ", 1)
-    first, *others = re.split("(?<= cases)", ", ".join(said), maxsplit=1)
-    return first + "".join(others).replace(" cases", "")
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
+            spans.append((1 if words == FEW else size.num_devices, last, words))
+    said = []
+    for first, last, words in spans:
+        numbers = str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
+        verb = (
+            "" if words == FEW or any(" hold" in each for each in said) else " hold it" if last > first else " holds it"
+        )
+        said.append(f"{numbers}{verb} {words}")
+    before, cases, after = ", ".join(said).partition(" cases")
+    return before + cases + after.replace(" cases", "")
 
 
 def _cluster(each: OfferedCluster) -> str:
     if each.num_devices is None or each.cost_per_hour is None:
-        text = f"{each.name} at {each.price_per_device_hour:g} an hour each: not enough: {each.why_not}"
-        return textwrap.shorten(text, WIDTH, placeholder=" ...")
+        return f"{each.name} at {each.price_per_device_hour:g} an hour each: {each.why_not}."
     text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
-    return f"{text}; {each.why_not}." if each.why_not else f"{text}: the cheapest."
+    text += "" if each.confidence is None else f", in {tenths(each.confidence)}"
+    return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
 
 
 def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
@@ -240,7 +249,7 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
-    name = offer.name.removeprefix(f"{beside.policy}, ")
+    name = offer.name.removeprefix(f"{beside.policy}, ") + (" with other settings" if offer.name == beside.name else "")
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
     devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices else ""
     rate = f"{offer.rate_per_s.value:.3g}" if offer.sessions is None else f"{offer.sessions.rate_per_s:.3g} sessions"
@@ -251,10 +260,12 @@ def gain_in_words(found: Recommendation) -> str:
     """Return the gain over the present deployment, on all devices and per device, without a ratio to zero."""
     gain = found.gain
     assert gain is not None
-    start = "The best plan's gain" if found.action == "keep" else "Gain"
+    start = "Gain"
+    if (other := found.rejected) is not None:
+        start = f"The best plan, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other)}"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
-    if gain.factor.value < 1:
+    if gain.factor.value < 1 and other is None:
         start = "Rate"
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
@@ -334,6 +345,8 @@ def _percent(share: float) -> str:
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
     """Return a text in lines of at most `width` characters. A command continues with a backslash."""
+    if "\n" in text:
+        return [line for part in text.split("\n") for line in wrapped(part, width)]
     if not text.startswith("$ "):
         return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     found, line = [], ""

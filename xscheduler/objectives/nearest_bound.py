@@ -63,6 +63,7 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
         f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
         f"waiting included; the best one keeps them up to {highest:.4g} requests/s: take more devices or a lower rate",
         binding="arrival_rate_per_s",
+        reason=f"{num_devices} devices keep the bounds only up to {highest:.3g} requests/s",
     )
 
 

@@ -70,11 +70,10 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
 
 
 def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:
-    """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
-
-    Clusters that do not sustain the rate come last.
+    """Return for each cluster the smallest number of devices that sustains the arrival rate: first the clusters that
+    sustain it with the wanted confidence, by price, then those that do so less surely, last those that do not.
     """
-    choices = []
+    ranked = list[tuple[int, float, ClusterChoice]]()
     for problem, judge in zip(problems, judges, strict=True):
         price = problem.cluster.price_per_device_hour
         if price is None:
@@ -86,10 +85,12 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         try:
             fewest = fewest_devices(problem.cluster.num_devices, judge, wanted)
         except InfeasibleError as error:
-            choices.append(ClusterChoice(problem, None, None, str(error)))
+            ranked.append((2, 0.0, ClusterChoice(problem, None, None, error.reason or str(error).partition(": ")[2])))
             continue
-        why = "fewer do not surely hold the load" if fewest.number > 1 else "one costs more"
-        choices.append(ClusterChoice(problem, fewest, price * fewest.number, why))
-    choices.sort(key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
+        unsure = dict(fewest.tried)[fewest.number].confidence < wanted
+        why = "less sure than wanted" if unsure else "fewer are less sure" if fewest.number > 1 else "one costs more"
+        cost = price * fewest.number
+        ranked.append((int(unsure), cost, ClusterChoice(problem, fewest, cost, why)))
+    choices = [choice for *_, choice in sorted(ranked, key=lambda each: each[:2])]
     first, *others = choices
     return choices if first.fewest is None else [replace(first, why_not=""), *others]

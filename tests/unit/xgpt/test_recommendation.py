@@ -90,7 +90,7 @@ def test_the_runner_up_has_another_shape_and_verified_plans_stand_beside_others(
 def test_every_number_between_two_that_were_searched_is_named() -> None:
     of = [(1, 0.0), (4, 0.85), (5, 0.86), (6, 0.96), (8, 0.99)]
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
-    said = "1 to 3 hold it in none, 4 or 5 in 8 of 10 cases, 6 or 7 in 19 of 20, 8 in 99 of 100"
+    said = "1 to 3 too few, 4 or 5 hold it in 8 of 10 cases, 6 or 7 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
 
 

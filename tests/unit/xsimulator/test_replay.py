@@ -8,6 +8,7 @@ from tests.contract.scenarios import problem
 from xgpt.core.load import LogLoad
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding.load import CarriedLoad
 from xscheduler.schedule import Scheduler
 from xsimulator.replay import replay
 
@@ -28,11 +29,11 @@ def test_the_busy_half_decides() -> None:
     """Of a log that begins at midnight only the first 50,000 requests were replayed: no request was late."""
     plan = planned()
     profile = problem("opt-13b", "h200x1", "summarization").profile
-    quiet, busy = (replay(plan, profile, log(rate)) for rate in (0.5, 400.0))
-    assert quiet is not None and quiet.kept.holds(0.99)
-    assert busy is not None and not busy.kept.holds(0.99)
-    assert busy.kept.worst is not None and busy.kept.worst.start_s > 2000
-    assert busy.kept.share > (busy.kept.worst_share or 0)
+    quiet, busy = (CarriedLoad(rate, log=log(rate)).kept(plan, profile) for rate in (0.5, 400.0))
+    assert quiet is not None and quiet.holds(0.99)
+    assert busy is not None and not busy.holds(0.99)
+    assert busy.worst is not None and busy.worst.start_s > 2000
+    assert busy.share > (busy.worst_share or 0)
 
 
 def test_replicas_take_turns_and_serve_every_request() -> None:
@@ -40,5 +41,5 @@ def test_replicas_take_turns_and_serve_every_request() -> None:
     profile = problem("opt-13b", "h200x1", "summarization").profile
     one, two = (replay(plan.but(replicas=count), profile, log(20.0, 2000)) for count in (1, 2))
     assert one is not None and two is not None
-    assert len(two.times.whole_s) == 2000 and np.isfinite(two.times.whole_s).all()
-    assert two.times.whole_s.mean() < one.times.whole_s.mean()
+    assert len(two.whole_s) == 2000 and np.isfinite(two.whole_s).all()
+    assert two.whole_s.mean() < one.whole_s.mean()

@@ -147,6 +147,8 @@ class OfferedCluster(Frozen):
     """Price of a device for an hour."""
     cost_per_hour: float | None = None
     """Price of these devices for an hour."""
+    confidence: float | None = None
+    """Probability that they sustain the load."""
     why_not: str = ""
     """Why it was not chosen, in words. Empty means that it was."""
 

@@ -45,7 +45,14 @@ def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -
 
 def test_settings_that_keep_the_bound_for_all_are_not_to_blame(tmp_path: Path) -> None:
     found = compared(log(tmp_path / "log.csv", 0), 9)
-    assert not found.answer and found.recommendation.action == "keep"
+    told = found.recommendation
+    assert not found.answer and told.action == "keep"
+    assert told.would_change == (f"a load above {told.now.rate_per_s.value:.3g} requests/s",), "what is kept, no other"
+    said = words.told(told, explained=False)
+    assert said[-2:] == ["  xgpt check http://127.0.0.1:9000 --plan current.json", "More: --explain."]
+    assert "-o current.json writes the file" in said[-3]
+    text = " ".join(said)
+    assert "The best plan, chunked with other settings: " in text and text.count("of 300 requests") == 1
 
 
 def test_the_printed_command_keeps_the_users_own_options(tmp_path: Path) -> None:
@@ -91,7 +98,8 @@ def test_the_answer_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 0 and Plan.model_validate_json((tmp_path / "current.json").read_text())
-    assert "Keep what runs now" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Keep what runs now" in shown and f"--plan {tmp_path / 'current.json'}" in " ".join(shown.split())
 
 
 def test_a_current_deployment_without_a_model_or_on_too_few_devices_is_named() -> None:

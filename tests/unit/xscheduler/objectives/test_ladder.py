@@ -162,6 +162,16 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
         cheapest([unpriced], [partial(judge, problem=unpriced)], 0.9)
 
 
+def test_a_cluster_that_surely_holds_the_rate_comes_before_a_cheaper_one_that_may_not() -> None:
+    subjects = [subject("opt-13b", name, "summarization", price) for name, price in (("h200x1", 4.5), ("a40x4", 1.0))]
+    judges = [lambda number, wanted: Judged(0.95), lambda number, wanted: Judged(0.2 * number, "too slow")]
+    found = cheapest(subjects, judges, 0.9)
+    assert [(each.problem.cluster.name, each.why_not) for each in found] == [
+        ("h200x1", ""),
+        ("a40x4", "less sure than wanted"),
+    ]
+
+
 @pytest.mark.parametrize(("wanted", "number"), [(0.5, 2), (0.9, 3), (0.99, 3)])
 def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float, number: int) -> None:
     """If no number is as sure as wanted, the smallest of the surest is taken."""
