@@ -11,6 +11,8 @@ from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
 
 WIDTH, MOST_LINES = 80, 15
+PAGE = 10_000
+"""Width of a line on a page, which wraps lines itself."""
 MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
 ALWAYS = 9

@@ -208,7 +208,7 @@ def settled(planned: Planned) -> Part:
         **table(rated),
         **outline_of(best),
         "words": [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"],
-        "said": words.lines(planned.recommendation),
+        "said": words.lines(planned.recommendation, words.PAGE),
         "cards": words.cards(planned.recommendation),
         "bounded": _bounded(planned),
         "plan": dump_json(best),

@@ -67,7 +67,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{words.bounds_in_words(told.bounds) if told.bounds else 'no bounds'}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
-        recommendation=words.lines(told, 100),
+        recommendation=words.lines(told, words.PAGE),
         cards=words.cards(told),
         warnings=plan.estimate.warnings,
         figures=_figures(full, measured),
