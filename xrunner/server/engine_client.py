@@ -27,8 +27,7 @@ from xrunner.server.observe.watch import Ended, Watch
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 """Seconds over which to measure the rate at which waiting requests start: at least `LEAST_MEMORY_S` seconds, and at
-least `MEMORY_LATENCIES` times the plan's latency.
-"""
+least `MEMORY_LATENCIES` times the plan's latency."""
 
 NOT_FINITE = (
     "the model's logits for this request are NaN or infinite: its weights are damaged, or its dtype is too small for "
@@ -38,8 +37,7 @@ NOT_FINITE = (
 logger = logging.getLogger(__name__)
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
 """Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why no more will
-come. Tokens arrive one at a time. If the output is held back, they arrive all together.
-"""
+come. Tokens arrive one at a time. If the output is held back, they arrive all together."""
 
 
 class Promise(NamedTuple):
@@ -184,8 +182,7 @@ class EngineClient:
 
     def retry_after_s(self) -> int:
         """Seconds after which a refused request should be sent again. By then, half of the waiting requests should have
-        started.
-        """
+        started."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 

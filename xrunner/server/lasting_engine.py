@@ -20,9 +20,8 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`. The next loss ends the server. A start that
-fails is a loss.
-"""
+"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`. The next loss ends the server. A start that fails
+is a loss."""
 AGAIN_S = 0.5
 
 

@@ -12,8 +12,7 @@ from xrunner.server.api.errors import ApiError
 
 class Quotas:
     """The requests and tokens that each key may use now. They are stored by the key's name, so that a change of
-    settings does not reset them.
-    """
+    settings does not reset them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

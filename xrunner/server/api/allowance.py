@@ -11,8 +11,7 @@ from xrunner.server.api.protocol import GenerationRequest
 
 class Allowance(NamedTuple):
     """Two numbers for a prompt: the largest number of output tokens, and the number of output tokens for which K/V
-    memory is reserved. If the second is None, memory is reserved for the first.
-    """
+    memory is reserved. If the second is None, memory is reserved for the first."""
 
     max_output: int
     promised_output: int | None = None

@@ -101,9 +101,8 @@ class Extent:
         self._quote = ""
 
     def feed(self, text: str) -> int | None:
-        """Return the length of `text` up to the end of the brackets, or None if they are still open. `text` begins
-        with what was given before.
-        """
+        """Return the length of `text` up to the end of the brackets, or None if they are still open. `text` begins with
+        what was given before."""
         end = len(text) - max(overlap(text, mark) for mark in self._quotes)  # a longer quote may have begun there
         while (found := _marks(self._quotes, self._quote).search(text, self.at, end)) is not None:
             self.at, mark = found.end(), found[0]

@@ -22,9 +22,8 @@ INSTRUCTIONS = ("system", "developer")
 MAX_ROLE = 64
 """Characters of the longest role that is not one of `ROLES`."""
 MOST_TEMPLATE = 256 << 10
-"""Largest number of characters of a template, which is sent to another process for each prompt. Real ones
-have at most some 20,000.
-"""
+"""Largest number of characters of a template, which is sent to another process for each prompt. Real ones have at most
+some 20,000."""
 MAX_ROLES = 32
 """Largest number of roles in a chat: each may have to be compared with `ROLES`, which takes 0.1 ms."""
 ADDITIONAL = "additional_chat_templates/*.jinja"

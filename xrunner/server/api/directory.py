@@ -29,15 +29,13 @@ OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MOST_GROWTH = 64
 """Largest factor by which a tokenizer may make a text longer before it divides it into tokens. A tokenizer.json is not
 trusted: thirty replacements of a by aa make 11 GiB of "aaaa". Sentencepiece's table of NFKC alone may replace a
-character by 18, and real tokenizers by at most two.
-"""
+character by 18, and real tokenizers by at most two."""
 
 MOST_AROUND = 64 << 10
 """Largest size of the section that states the tokens around a prompt. Reading it takes quadratic time."""
 RUN, MOST_TRIAL_S = 1000, 2.0
 """Length of the runs of equal characters that a tokenizer must encode when it is loaded, and the processor time that it
-may need for all of them. Real tokenizers need milliseconds.
-"""
+may need for all of them. Real tokenizers need milliseconds."""
 TRIED = " \n\ta1A._'\u00e9\u4e2d\u044f\u05d0\u0301\U0001f600"
 
 
@@ -164,8 +162,7 @@ def _check_encodes(tokenizer: Tokenizer, patterns: list[str], path: Path) -> Non
 
 def _trial(patterns: list[str]) -> str:
     """Return a text with a long run of each character that may matter to the tokenizer's regular expressions, and then
-    each once, so that a search for what must follow a run does not fail at once.
-    """
+    each once, so that a search for what must follow a run does not fail at once."""
     units = sorted({*TRIED, *"".join(patterns), *(word for each in patterns for word in re.findall(r"\w+", each))})
     return "Hello, world" + "".join((unit * RUN)[:RUN] + "\x01" for unit in units) + "\x01".join(units)
 

@@ -160,8 +160,7 @@ parse_count = _translator(CountRequest)
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:
     """Return the shorter of the deadlines in the header X-Deadline-S and in the field, in seconds. Raises ApiError
-    (400).
-    """
+    (400)."""
     if header is None:
         return field_s
     try:

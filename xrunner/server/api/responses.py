@@ -201,8 +201,7 @@ def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSche
 class ResponsesWriter(BlockWriter):
     times_scored = 5
     """At the end of a stream, a text and its log probabilities are sent four times more: alone, in a part, in an item
-    and in the answer.
-    """
+    and in the answer."""
 
     def __init__(self, request: ResponsesRequest, tools: list[ResponseTool], calls: CallItems) -> None:
         super().__init__()

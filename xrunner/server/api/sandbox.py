@@ -54,8 +54,7 @@ def compiled(source: str) -> jinja2.Template:
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the rendered text of a template, or one of three errors. `broken` means that the template cannot be
-    compiled, `refused` that it raised an error, `surrogate` that it wrote half of a character.
-    """
+    compiled, `refused` that it raised an error, `surrogate` that it wrote half of a character."""
     try:
         template = compiled(asked["source"])
     except jinja2.TemplateSyntaxError as error:

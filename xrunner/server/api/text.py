@@ -20,8 +20,7 @@ from xrunner.server.api.form import OutputForm
 
 REPLACEMENT = "\ufffd"
 """The character that decoders write for invalid bytes. They also write it for the first bytes of an unfinished
-character.
-"""
+character."""
 CONTEXT = 4
 """Number of tokens before a text that may affect its beginning. Decoders look one token back."""
 MAX_UNFINISHED = 3
@@ -51,12 +50,8 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text. A rendered chat needs no special tokens added. Other threads can run
-        meanwhile.
-
-        Raises:
-            ValueError: the tokenizer fails at this text.
-        """
+        """Return the tokens of a text. A rendered chat needs no special tokens added. Other threads can run meanwhile.
+        Raises ValueError: the tokenizer fails at this text."""
         # The library's method for a single text would keep Python's lock throughout.
         try:
             return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

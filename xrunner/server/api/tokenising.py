@@ -19,18 +19,15 @@ from xrunner.server.api.text import TextCodec
 
 NUM_THREADS, PER_ACCOUNT = 3, 2
 """Number of threads, and largest number of threads for one account. The second number is smaller, so that an account
-cannot block all threads with chats that take `rendering.RENDER_S` until they are refused.
-"""
+cannot block all threads with chats that take `rendering.RENDER_S` until they are refused."""
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads have priority."""
 SECONDS_A_CHARACTER = 5e-6
 """Seconds by which each character of a text delays the text's turn. This is several times as long as tokenising a
-character takes. So short texts overtake long ones, but every long text gets its turn.
-"""
+character takes. So short texts overtake long ones, but every long text gets its turn."""
 FIRST_LOOK = 8
 """If a text has more than this number of characters for each token of the context, only its beginning is encoded at
-first. Few texts have so many characters in a token.
-"""
+first. Few texts have so many characters in a token."""
 
 T = TypeVar("T")
 

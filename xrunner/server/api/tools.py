@@ -75,8 +75,7 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
 
     def for_template(self) -> dict[str, Any]:
         """Arguments that are JSON become an object, and missing arguments become an empty object. Python's own JSON
-        reader would accept half of a surrogate pair (\\ud800), which no tokenizer accepts.
-        """
+        reader would accept half of a surrogate pair (\\ud800), which no tokenizer accepts."""
         try:
             arguments = msgspec.json.decode(self.function.arguments.strip() or "{}")
         except (ValueError, RecursionError):

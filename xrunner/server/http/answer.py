@@ -48,8 +48,7 @@ class Outputs(EngineOutputs):
         """Streams with tokens that were taken from the inbox but not written yet."""
         self._prompt_tokens: PromptTokens | None = None
         """The prompt tokens that have been counted. None means that they are not counted yet, or that a choice has
-        begun since.
-        """
+        begun since."""
         self.num_running = 0
 
     @property

@@ -48,8 +48,7 @@ class Budget:
 
 class RequestMemory:
     """Counts the memory of one request. This is first the body, then the text, and then the parts that are kept until
-    the request has ended.
-    """
+    the request has ended."""
 
     def __init__(self, account: str, bodies: Budget, requests: Budget) -> None:
         self._account = account

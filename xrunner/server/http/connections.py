@@ -24,16 +24,14 @@ HEAD_TIMEOUT_S = 10.0
 """Seconds for a TLS handshake, and for a request's head, including the wait for the first request."""
 KEEP_ALIVE_S = 120
 """Seconds for which an idle connection is kept. Proxies and clients keep connections for less time (Go 90 s, nginx 60
-s), so they close a connection first, and the server never closes one while a request arrives.
-"""
+s), so they close a connection first, and the server never closes one while a request arrives."""
 WRITE_TIMEOUT_S = 30.0
 """Seconds in which a client must read bytes that were written to it. At most 64 KiB are written at a time."""
 REST_TIMEOUT_S = 5.0
 """Seconds for the rest of a body whose request has been answered, and for the last bytes of a closing connection."""
 READ_AT_ONCE = 16 << 10
 """Bytes given to the parser at once. The parser refuses a head that is longer than its limit only if the head arrives
-in several pieces, so pieces must be small.
-"""
+in several pieces, so pieces must be small."""
 ACCEPT_AT_ONCE = 16
 PROBE_S = 0.05, 1.0
 """Shortest and longest interval between two checks of whether a client that has stopped sending still reads."""
@@ -51,8 +49,7 @@ CHUNK_BYTES = 512
 
 class Parser(h11.Connection):
     """h11's parser of requests. A body in chunks is not parsed until the application asks for it, and its chunks are
-    counted.
-    """
+    counted."""
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
@@ -90,8 +87,7 @@ class Protocol(H11Protocol):
         self._now = self.loop.time
         self._head_since: float | None = self._now()
         """Time since which the head of a request has been awaited. None means that a request is being answered, or that
-        the connection may be idle.
-        """
+        the connection may be idle."""
         self._stalled_since: float | None = None
         """Time since which the client has not read the bytes that were written."""
         self._resting_since: float | None = None

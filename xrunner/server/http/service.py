@@ -51,8 +51,7 @@ CHARACTERS_A_TOKEN = 4
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
 """If a JSON schema is refused, parts of it are compiled to find the wrong part. `TRIED_BYTES` is the largest total size
 of these parts. Each part counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
-grammar did.
-"""
+grammar did."""
 MAX_OPTIONAL = 450
 """Largest number of optional properties of an object. Each may come next, which takes llguidance four items of a row of
 at most 2,000; with rows of 6,000, a step takes 40 ms."""

@@ -23,12 +23,10 @@ from xgpt.core.processes import children_of, too_often, wait_for_children
 BEAT_S, LOOK_S = 0.5, 1.0
 HANG_CPU_S, HANG_IDLE_S = 10.0, 30.0
 """Processor seconds of the main thread without a report, and seconds in which it did nothing at all, after which it
-hangs.
-"""
+hangs."""
 HARD_CPU_S = 120.0
 """Processor seconds of the process without a report after which the kernel ends it. No thread can run if compiled code
-holds the interpreter's lock.
-"""
+holds the interpreter's lock."""
 RESTARTS, PERIOD_S = 3, 600.0
 END_S = 10.0
 LISTENER, LOSSES = "XGPT_LISTENER", "XGPT_FRONT_LOSSES"

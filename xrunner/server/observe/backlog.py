@@ -17,8 +17,7 @@ PER_ANSWER = 0.1
 """Relative amount by which one late answer changes the caution."""
 FORGOTTEN = 2.0
 """Multiple of `memory_s` without observations after which no rate is returned. Otherwise an old rate could refuse all
-requests, and refused requests add no observations.
-"""
+requests, and refused requests add no observations."""
 
 
 class Backlog:
@@ -61,8 +60,7 @@ class Backlog:
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
         """Return whether an account may add `num_outputs` if at most `most` outputs may wait in total. An account may
-        always use its share.
-        """
+        always use its share."""
         if len(self) + num_outputs <= most:
             return True
         shares = sum(one.share for name, one in self._accounts.items() if self._counts[name] and name != account.name)

@@ -22,8 +22,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 
 class RequestBounds(NamedTuple):
     """A request's bounds in seconds: on the time to its first token, on the mean time per token, and on the time to its
-    last token. None means no bound.
-    """
+    last token. None means no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -25,8 +25,7 @@ CLOSE_S = 3.0
 MAX_STATE = 512
 """Number of characters of the longest `tracestate` that is read. It is the length that systems must pass on (W3C, Trace
 Context, sec. 3.3.1.5). The header is read before the API key is checked, and the library takes time in proportion to
-the square of the number of blanks in it.
-"""
+the square of the number of blanks in it."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -48,8 +47,7 @@ class Tracer:
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
         """Return a tracer to an OTLP collector over HTTP. None means the collector in the standard environment
-        variables.
-        """
+        variables."""
         # The defaults of Resource.create record the process's command line, which may contain secrets.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
         provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)

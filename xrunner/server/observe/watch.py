@@ -148,8 +148,7 @@ class Watch:
     @property
     def planned_under_s(self) -> float | None:
         """The wider latency bound, in seconds, under which re-planning found the running plan. None means the plan's
-        own bound.
-        """
+        own bound."""
         for decision in reversed(self.history):
             if isinstance(decision, Decision) and decision.action != "keep" and decision.best is not None:
                 return decision.planned_under_s if decision.best.policy == self.plan.policy else None
