@@ -38,6 +38,7 @@ PARTS = {
     "exegpt-figure-4": Part(steps.figure_4, "forms"),
     "exegpt-tables-6-7": Part(steps.tables_6_and_7, "forms"),
     "exegpt-randomised": Part(steps.randomised_inputs, "search"),
+    "exegpt-steadied": Part(steps.steadied, "search"),
     "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search"),
     "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
     "exegpt-figure-9": Part(exegpt.figure_9, "search"),
