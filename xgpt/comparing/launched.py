@@ -35,6 +35,10 @@ MOST_VARIABLES = 1000
 QUOTES = {"": re.compile(r"\\.|['\"]"), "'": re.compile("'"), '"': re.compile(r'\\.|"')}
 """For each open quote ("" for none), what may open or close one."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|export) (?:-\w+ )*)?(\w+)(\+?)=\((.*)")
+QUOTED = "\ue000"
+"""Stands for a "$" between quotes: a shell does not split the value of such a variable into words."""
+REFERENCE = re.compile(rf"[${QUOTED}](?:\((\w+)\)|\{{(\w+)(?:\[[@*]\])?(?::?[-=]([^}}]*))?\}}|(\w+))")
 OF_ENGINES = re.compile(r"(VLLM|SGLANG|SGL|TRTLLM)_(?!.*(API_KEY|LOG|USAGE|STATS|CACHE|HOST|PORT|TRACE|PROFILER)).*")
 """Environment variables that may change how an engine computes."""
 
@@ -129,10 +133,22 @@ def _documents(text: str) -> list[Any]:
 
 def in_shell(text: str) -> Iterator[Launched]:
     variables: dict[str, str] = {}
-    for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
-        if line.strip() and not line.strip().startswith("#"):
+    text = re.sub(r"^[ \t]*#.*\n", "", re.sub(r"\\[ \t]*\r?\n", " ", text), flags=re.MULTILINE)
+    for line in _lines(text):
+        if array := ARRAY.fullmatch(line):
+            words = _all_filled(_words(array[3].rstrip().removesuffix(")")), variables, splits=True)
+            _set(variables, array[1], f"{variables.get(array[1], '') if array[2] else ''} {shlex.join(words)}")
+        elif line.strip() and not line.strip().startswith("#"):
             words = _words(re.sub(r"^[$>] ", "", line.strip()))
             yield from _in_words(words, variables=variables)
+
+
+def _set(variables: dict[str, str], name: str, value: str) -> None:
+    if len(variables) >= MOST_VARIABLES:
+        raise InputError("current", name, f"it sets over {MOST_VARIABLES} variables")
+    if len(value) > MOST_COMMAND:
+        raise InputError("current", name, f"with its variables it has over {MOST_COMMAND:,} characters")
+    variables[name] = value
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -140,8 +156,14 @@ def _lines(text: str) -> Iterator[str]:
     lines = text.splitlines()
     at = 0
     while at < len(lines):
+        most = min(at + MOST_LINES, len(lines))
+        if ARRAY.match(lines[at]):
+            end = next((each for each in range(at, most) if lines[each].rstrip().endswith(")")), at)
+            yield " ".join(lines[at : end + 1])
+            at = end + 1
+            continue
         end, quote = at, "" if lines[at].lstrip().startswith("#") else _open_quote("", lines[at])
-        while quote and end + 1 < min(at + MOST_LINES, len(lines)):
+        while quote and end + 1 < most:
             end += 1
             quote = _open_quote(quote, lines[end])
         end = at if quote else end
@@ -163,7 +185,7 @@ def _words(line: str) -> list[str]:
     line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
     line = re.sub(r"\s[12](?=>)", " ", line)  # the file descriptor in 2>&1 is not a word
     line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # a command substitution is one word
-    reader = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+    reader = shlex.shlex(_marked(line), posix=True, punctuation_chars="&|;<>")
     reader.whitespace_split = True
     reader.commenters = ""
     try:
@@ -171,6 +193,16 @@ def _words(line: str) -> list[str]:
     except ValueError as error:
         raise InputError("current", shorten(line), f"{error}; quote it as for a shell") from None
     return words[: _comment(words)]
+
+
+def _marked(line: str) -> str:
+    quote, at, parts = "", 0, list[str]()
+    while found := QUOTES[quote].search(line, at):
+        parts += [line[at : found.start()].replace("$", QUOTED if quote else "$"), found[0]]
+        at = found.end()
+        if not found[0].startswith("\\"):
+            quote = "" if quote else found[0]
+    return "".join([*parts, line[at:]])
 
 
 def _comment(words: list[str]) -> int:
@@ -188,16 +220,15 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
         variables: the shell's variables. The variables that this line sets are added to them. None means that the words
             are not from a shell.
     """
-    variables = {} if variables is None else variables
+    splits, variables = variables is not None, {} if variables is None else variables
     for words_given in _commands(words):
-        command = _all_filled(words_given, variables)
+        command = _all_filled(words_given, variables, splits)
         command = command[command[:1] in (["export"], ["env"]) :]
         environment = _assigned(takewhile(ASSIGNMENT.fullmatch, command))
         command = command[len(environment) :]
         if not command:
-            variables |= environment
-            if len(variables) > MOST_VARIABLES:
-                raise InputError("current", shorten(words_given[0]), f"it sets over {MOST_VARIABLES} variables")
+            for name, value in environment.items():
+                _set(variables, name, value)
             continue
         environment = variables | environment
         names = [os.path.basename(word) for word in command]
@@ -337,26 +368,33 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
     return variables
 
 
-def _all_filled(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    filled, size = [], 0
+def _all_filled(words: list[str], environment: Mapping[str, str], splits: bool = False) -> list[str]:
+    """Replace each variable in words by its value or else by its default. A variable with neither stays.
+
+    Args:
+        splits: whether a shell splits values that are not between quotes into words.
+    """
+    filled, size = list[str](), 0
     for word in words:
-        filled.append(_filled(word, environment))
-        size += len(filled[-1])
+        values = _filled(word, environment, splits and ASSIGNMENT.fullmatch(word) is None)
+        filled += values
+        size += sum(map(len, values))
         if size > MOST_COMMAND:
             raise InputError("current", shorten(word), f"with its variables it has over {MOST_COMMAND:,} characters")
     return filled
 
 
-def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Replace each variable in a word by its value in the container or else by its default. A variable with neither
-    stays.
-    """
+def _filled(word: str, environment: Mapping[str, str], splits: bool) -> list[str]:
+    array = re.fullmatch(rf"[${QUOTED}]\{{(\w+)\[[@*]\]\}}", word)
+    if array and array[1] in environment:
+        return shlex.split(environment[array[1]])
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]
         return environment.get(name, match[0] if default is None else default)
 
-    return re.sub(r"\$\((\w+)\)|\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)", value, word)
+    text = REFERENCE.sub(value, word).replace(QUOTED, "$")
+    return text.split() if splits and text != word and word.startswith("$") else [text]
 
 
 def _with_values(text: str, variables: Mapping[str, str]) -> str:

@@ -430,6 +430,25 @@ def test_shell_variables_have_defaults_and_values(command: str, variables: dict[
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        'SIZES="--tensor-parallel-size 2 --max-num-seqs 64"\nvllm serve m $SIZES',
+        'SIZES=(\n  --tensor-parallel-size 2\n  # requests\n  --max-num-seqs "64"\n)\nvllm serve m "${SIZES[@]}"',
+        "local SIZES=(-tp 2)\nSIZES+=(--max-num-seqs 64)\nvllm serve m ${SIZES[@]}",
+        'N=64\nSIZES=(-tp 2 --max-num-seqs "$N")\nNONE=""\nvllm serve m $NONE "${SIZES[@]}"',
+    ],
+)
+def test_values_between_no_quotes_and_arrays_are_several_words(script: str) -> None:
+    found = read_current(script, load_cluster("a40x4"))
+    assert (found.tp_degree, found.max_num_seqs, found.model) == (2, 64, "m")
+
+
+def test_values_between_quotes_are_one_word() -> None:
+    found = read_current('M="a b"\nvllm serve "$M" --api-key "$M"', load_cluster("a40x4"))
+    assert found.model == "a b"
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--cuda-graph-max-bs 512", ""),
