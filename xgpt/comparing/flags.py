@@ -121,7 +121,7 @@ class FlagTable:
             if not values and takes != "optional":
                 raise InputError(f"current: --{name}", "", "give a value")
             text = " ".join(values) or ("yes" if takes == "optional" else "")
-            given[name] = json.dumps(_with_part(_object(given.get(name)), inner.split("."), text)) if dot else text
+            given[name] = json.dumps(_with_part(parts_of(given.get(name)), inner.split("."), text)) if dot else text
         return given, free
 
     def words(self, given: Given) -> list[str]:
@@ -182,7 +182,7 @@ class FlagTable:
         return given
 
 
-def _object(text: str | None) -> dict[str, Any]:
+def parts_of(text: str | None) -> dict[str, Any]:
     """Return a flag's value so far as a JSON object, or an empty object if there is none."""
     try:
         value = read_json(text or "")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -26,6 +28,10 @@ Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
 NONE_SET: Mapping[str, str] = MappingProxyType({})
+ARITHMETIC = re.compile(r"\$\(\(([\w\s$+*/%(){}-]{1,100})\)\)")
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+}  # fmt: skip
 MOST_LINES = 100
 """Largest number of lines of a quoted text in a command."""
 MOST_TEXT = 1 << 20
@@ -136,10 +142,10 @@ def in_shell(text: str) -> Iterator[Launched]:
     text = re.sub(r"^[ \t]*#.*\n", "", re.sub(r"\\[ \t]*\r?\n", " ", text), flags=re.MULTILINE)
     for line in _lines(text):
         if array := ARRAY.fullmatch(line):
-            words = _all_filled(_words(array[3].rstrip().removesuffix(")")), variables, splits=True)
+            words = _all_filled(_words(_computed(array[3].rstrip()[:-1], variables)), variables, splits=True)
             _set(variables, array[1], f"{variables.get(array[1], '') if array[2] else ''} {shlex.join(words)}")
         elif line.strip() and not line.strip().startswith("#"):
-            words = _words(re.sub(r"^[$>] ", "", line.strip()))
+            words = _words(_computed(re.sub(r"^[$>] ", "", line.strip()), variables))
             yield from _in_words(words, variables=variables)
 
 
@@ -401,7 +407,28 @@ def _with_values(text: str, variables: Mapping[str, str]) -> str:
     for name, value in variables.items():
         pattern = rf"\$\{{{name}(?::?[-=?+][^}}]*)?\}}|\$\({name}\)|\${name}\b"
         text = re.sub(pattern, value.replace("\\", r"\\"), text)
-    return text
+    return _computed(text, variables)
+
+
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """Replace sums and products of known numbers, such as $((NODES * 8)), by their results."""
+
+    def value(match: re.Match[str]) -> str:
+        given = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1])
+        try:
+            return str(_number(ast.parse(given.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return match[0]
+
+    return ARITHMETIC.sub(value, text)
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    raise ValueError("not a sum or product of numbers")
 
 
 def _devices(node: dict[str, Any]) -> int | None:

@@ -5,6 +5,7 @@ does not score are errors.
 from __future__ import annotations
 
 import re
+from math import inf
 
 from xgpt.comparing.current import CurrentEngine, vllm_drafts
 from xgpt.comparing.flags import (
@@ -16,6 +17,7 @@ from xgpt.comparing.flags import (
     Given,
     count,
     judge,
+    parts_of,
     share,
     tables,
     types_of,
@@ -69,6 +71,9 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if seqs > tokens:
         accepted = f"vLLM requires at least the value of --max-num-seqs, {seqs}: raise it, or lower --max-num-seqs"
         raise InputError("current: --max-num-batched-tokens", tokens, accepted)
+    if on_gpu and (largest := _largest_captured(given)) < seqs:
+        accepted = f"{CAPTURED}, so of --max-num-seqs requests at least: give {seqs}, or a smaller --max-num-seqs"
+        raise InputError("current: --max-cudagraph-capture-size", int(largest), accepted)
     longest, cuts_prompts = value_of(given, "max-model-len", _length, None), given.get("enable-chunked-prefill") != "no"
     if not cuts_prompts and "max-num-batched-tokens" in given and tokens < (longest or 0):
         accepted = (
@@ -120,6 +125,14 @@ def _kept(given: Given) -> Given:
     """Return the options that a plan's command repeats, such as --max-model-len."""
     planned = tables()["planned"]
     return {name: given[name] for name in given if name not in planned and not name.startswith("data-parallel-")}
+
+
+def _largest_captured(given: Given) -> float:
+    """Return the largest number of tokens of a step in a CUDA graph, or infinity if the command does not set it."""
+    config = parts_of(given.get("compilation-config"))
+    sizes = given.get("cudagraph-capture-sizes", "").split() or config.get("cudagraph_capture_sizes", [])
+    sizes = [*sizes, given.get("max-cudagraph-capture-size", config.get("max_cudagraph_capture_size"))]
+    return max((int(size) for size in sizes if str(size).isdecimal()), default=inf)
 
 
 def _whole(text: str) -> int:

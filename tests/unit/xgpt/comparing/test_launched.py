@@ -443,6 +443,17 @@ def test_values_between_no_quotes_and_arrays_are_several_words(script: str) -> N
     assert (found.tp_degree, found.max_num_seqs, found.model) == (2, 64, "m")
 
 
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [
+        ("N=3\nvllm serve m --max-num-seqs $((N * 20 + 4))", {}),
+        ("vllm serve m --max-num-seqs $((CONC / 2))", {"CONC": "128"}),
+    ],
+)
+def test_sums_and_products_of_numbers_are_computed(script: str, variables: dict[str, str]) -> None:
+    assert read_current(script, load_cluster("a40x4"), variables).max_num_seqs == 64
+
+
 def test_values_between_quotes_are_one_word() -> None:
     found = read_current('M="a b"\nvllm serve "$M" --api-key "$M"', load_cluster("a40x4"))
     assert found.model == "a b"

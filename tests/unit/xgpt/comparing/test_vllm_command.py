@@ -143,6 +143,8 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --quantization torchao", "has no step times for it; xgpt scores only fp8"),
         ("vllm serve m --runner pooling", "xgpt scores only models that generate tokens"),
         ("vllm serve m --attention-config.use_fp4_indexer_cache True", "the kernels that vLLM chooses by default"),
+        ("vllm serve m --max-cudagraph-capture-size 16", "of --max-num-seqs requests at least: give 256"),
+        ("vllm serve m --kv-transfer-config.kv_connector NixlConnector", "transfer of K/V between engines"),
         ("vllm serve m --enable-lora", "step times with adapters"),
         ("vllm serve m --hf-overrides '{\"num_hidden_layers\": 2}'", "it changes the model: give its config.json"),
         ('vllm serve m -cc \'{"mode": 0, "cudagraph_mode": "NONE"}\'', "own compilation settings"),
@@ -175,7 +177,7 @@ def test_each_flag_is_scored_noted_refused_or_changes_nothing() -> None:
     a40 = load_cluster("a40x4")
     plain = read_current("vllm serve m", a40)
     for name, (why, neutral) in {**noted, **refused}.items():
-        flag, off = (f"--{name}", f"--no-{name}") if takes[name] == "switch" else (f"--{name} 7", "")
+        flag, off = (f"--{name}", f"--no-{name}") if takes[name] == "switch" else (f"--{name} 777", "")
         words = off if neutral in (["yes"], ("yes",)) else flag
         if name in refused:
             with pytest.raises(InputError, match=f"current: --{name}"):
@@ -201,6 +203,12 @@ def test_each_flag_is_scored_noted_refused_or_changes_nothing() -> None:
         ('vllm serve m -cc \'{"mode":3,"pass_config":{"fuse_minimax_qk_norm":true}}\'', "own compilation settings"),
         ("vllm serve m -cc.pass_config.fuse_allreduce_rms true", "own compilation settings"),
         ('vllm serve m -cc \'{"cudagraph_mode":"FULL_AND_PIECEWISE","custom_ops":["all"]}\'', "compilation settings"),
+        ("vllm serve m --max-cudagraph-capture-size 2048", "own compilation settings"),
+        (
+            'vllm serve m --kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\'',
+            "the host's",
+        ),
+        ("python -m sglang.launch_server --model m --enable-hierarchical-cache", "the host's memory"),
         ("python -m sglang.launch_server --model m --enable-torch-compile --attention-backend fa3", "SGLang chooses"),
     ],
 )
