@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies import Rule
 from xgpt.core.policies.routing import share_of_replica
-from xgpt.core.processes import end, end_with_parent
+from xgpt.core.processes import end, end_with_parent, run_module
 from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
     Batching,
@@ -459,7 +458,7 @@ def served(
     """
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
-    command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
+    command = [*run_module("xgpt"), "serve", str(plan_path), "--port", "0", "--engine", engine]
     command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
     # The server logs only errors: nobody reads its log, and a full pipe would stop the server.
     command += [*options, "--log-level", "error"]

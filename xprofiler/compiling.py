@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.errors import MachineError
 from xgpt.core.io import write_atomic
+from xgpt.core.processes import run_module
 from xgpt.core.schema import DType, ModelSpec
 
 MOST_S = 180.0
@@ -36,7 +36,7 @@ class Ahead:
         marks = {directory / f"{name}.done": command for name, command in commands.items()}
         self._processes = {
             mark: subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [*run_module(command[0]), *command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ from tests.attack.target import FAKE_VLLM, FLAVOURS, OURS, PROBE, Target, attack
 from tests.fakes import eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import dump_json
-from xgpt.core.processes import free_port
+from xgpt.core.processes import free_port, run_module
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 STARTS = (*FLAVOURS, FAKE_VLLM)
@@ -52,7 +52,7 @@ def start(
     made_plan = FLAVOURS.get(flavour, lambda model: plan(one_lane([1]), model=model))(model)
     path = directory / "plan.json"
     path.write_text(dump_json(made_plan.model_copy(update={"checkpoint": str(checkpoint)})))
-    command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", *options]
+    command = [*run_module("xgpt"), "serve", str(path), "--port", "0", *options]
     return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True, preexec_fn=before)
 
 
@@ -93,18 +93,23 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
 
 @pytest.mark.long
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_closed_standard_streams_and_blocked_signals(closed: tuple[int, ...], checkpoint: Path, tmp_path: Path) -> None:
+def test_what_a_server_is_started_with(closed: tuple[int, ...], checkpoint: Path, tmp_path: Path) -> None:
     """Without standard error, the server ended with an internal error that nobody could read. With blocked signals,
-    only SIGKILL ended it.
+    only SIGKILL ended it. Modules in the current directory were run.
     """
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("msgspec", "numpy", "tokenizers", "torch", "xrunner"):
+        (here / f"{name}.py").write_text("open('ran', 'w')\n")
 
     def before() -> None:
+        os.chdir(here)
         for number in closed:
             os.close(number)
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
     port = free_port()
-    process = start("one", checkpoint, tmp_path, "--port", str(port), stderr=None, before=before)
+    process = start("one", checkpoint, tmp_path, "--no-replan", "--port", str(port), stderr=None, before=before)
     try:
         body = {"model": read_spec(checkpoint).name, "prompt": [3, 5], "max_tokens": 2}
 
@@ -114,9 +119,10 @@ def test_closed_standard_streams_and_blocked_signals(closed: tuple[int, ...], ch
                 return httpx.post(url, json=body, timeout=20, trust_env=False).status_code == 200
             return False
 
-        assert eventually(answers, 60)
+        assert eventually(answers, 120)
         process.terminate()
         assert process.wait(30) == 0
+        assert not (here / "ran").exists()
     finally:
         process.kill()
         process.wait()

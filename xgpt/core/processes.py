@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,13 @@ MAX_FILES = 1 << 16
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 """Looked up at import: a look-up takes a lock, which another thread might hold at a fork."""
+
+
+def run_module(module: str) -> tuple[str, ...]:
+    """Return the command that runs a module. It looks for no module in the current directory, which may be a
+    stranger's checkpoint.
+    """
+    return sys.executable, "-P", "-m", module
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:

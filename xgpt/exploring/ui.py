@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -29,6 +28,7 @@ from starlette.routing import Route
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
+from xgpt.core.processes import run_module
 from xgpt.core.traces import SUFFIXES
 from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
@@ -63,9 +63,7 @@ class AnswerProcess:
             await self._reading  # a line of the previous process must not count as an answer
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "xgpt.exploring.explore",
+            *run_module("xgpt.exploring.explore"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MOST_BYTES,

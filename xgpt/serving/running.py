@@ -14,6 +14,7 @@ from xgpt.checkpoints.hub import id_of
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
+from xgpt.core.processes import run_module
 from xgpt.core.schema import Plan, Profile
 from xgpt.rules import name_of
 from xgpt.serving.checking import missing
@@ -107,8 +108,7 @@ def start_engine(plan: Plan, request: ServeFields, machines: Machines | None = N
             core_waits=request.step_log is not None,
             rule=None if request.rule is None else name_of(request.rule),
         )
-        command = (sys.executable, "-m", "xgpt.serving.engine_process")
-        return EngineProcess(command, order.model_dump_json().encode())
+        return EngineProcess(run_module("xgpt.serving.engine_process"), order.model_dump_json().encode())
 
     def limits_of(plan: Plan) -> Pool:
         if request.batching == "flat":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import msgspec
 from xgpt.core import processes
 from xgpt.core.errors import MachineError
 from xgpt.core.network import interface_of
+from xgpt.core.processes import run_module
 
 ALIVE_S = 0.5
 SILENCE_S, BUSY_S = 15.0, 60.0
@@ -115,7 +115,7 @@ class LauncherProcess:
         # The launcher has its own process group, because Ctrl-C in a terminal must reach only the server, which first
         # lets its requests end.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "xrunner.cluster.launcher"],
+            run_module("xrunner.cluster.launcher"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -132,7 +132,7 @@ def _asking(checkpoint: str | None) -> Callable[[], str]:
         import sys
 
         return subprocess.run(
-            [sys.executable, "-c", source, *given], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, "-P", "-c", source, *given], stdout=subprocess.PIPE, text=True, check=True
         ).stdout
 
     return ask

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xgpt.core.errors import MachineError
+from xgpt.core.processes import run_module
 from xrunner.vllm import TESTED_VERSION
 
 TAIL = 200
@@ -64,7 +65,7 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
-    return {"VLLM_NO_USAGE_STATS": "1", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {"VLLM_NO_USAGE_STATS": "1", **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
     The vLLM process writes output and errors to `stdout`, which the caller must read and close.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "xrunner.vllm.supervised", *command],
+        [*run_module("xrunner.vllm.supervised"), *command],
         env=environment(packages, variables),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -26,6 +26,7 @@ from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, MachineError, XgptError, reason_of
 from xgpt.core.io import parse, sha256
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
+from xgpt.core.processes import run_module
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.schema.plan import rate_of
@@ -173,7 +174,7 @@ class BackgroundPlanner:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "xscheduler.replanning.replanner"],
+            run_module("xscheduler.replanning.replanner"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

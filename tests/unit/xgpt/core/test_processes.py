@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.fakes import eventually
-from xgpt.core.processes import children_of, is_at_work
+from xgpt.core.processes import children_of, is_at_work, run_module
 from xrunner.channel.remote import EngineProcess
 
 
@@ -42,3 +43,12 @@ def test_an_engine_that_waits_for_a_child_that_works_is_at_work() -> None:
             os.kill(each, signal.SIGKILL)
         engine.end(0)
         engine.front.close()
+
+
+@pytest.mark.parametrize("module", ["xscheduler.replanning.replanner", "xgpt.serving.engine_process"])
+def test_modules_in_the_current_directory_are_not_run(module: str, tmp_path: Path) -> None:
+    """A server that was started within a downloaded checkpoint ran its msgspec.py."""
+    for name in ("msgspec", "numpy", "torch", "xgpt"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\n")
+    subprocess.run(run_module(module), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert not (tmp_path / "ran").exists()
