@@ -1,11 +1,12 @@
 """Check verdicts of `xgpt compare` on random logs and deployments against a replay of each whole log, step by step.
 
-    python -m benchmarks.decisions [--first 0] [--last 200] [--json FILE]
+    python -m benchmarks.decisions [--first 0] [--last 200] [--commands] [--json FILE]
 
 A log has a day's shape (a quiet night first, a busy noon), bursts, and random lengths. A deployment is a random command
 of vLLM on a random part of a cluster. The verdict is right if the simulated engine, which counts no requests but runs
 every step, says the same of the whole log: that what runs now keeps the bounds or not, and that the recommended plan
-keeps them. The table has one row for each kind of verdict.
+keeps them. The table has one row for each kind of verdict. With --commands, `xgpt plan`, `simulate` and `replan` must
+also say the same of each deployment: the same best plan, and whether it holds the load.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import xgpt
 from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.load import NO_GROWTH, KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, Profile
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
+from xgpt.solving import solve
 from xsimulator.run import replay_trace, times_of
 
 MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "Qwen/Qwen3-14B": (1, 2)}
@@ -107,10 +110,29 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
     return f"{told.action}; now keeps: {now}, plan keeps: {then}", "; ".join(wrong)
 
 
+def others(found: Compared, case: Case) -> list[str]:
+    """Return in what other commands differ from a comparison of the same deployment."""
+    now, load = found.current, found.recommendation.now and found.recommendation.now.at_load
+    assert now is not None and load is not None
+    log, holds = case.asked["workload"], load.holds
+    windows = xgpt.simulate(now, workload=log, own_times=True).windows
+    decision = xgpt.replan(now, log).decision
+    model = case.command.split()[2]
+    best = solve(plan_request(**case.asked, model=model, engine=found.planned.request.engine)).best
+    said = {
+        "simulate": windows is not None and windows.holds(now.constraint.quantile) != holds,
+        "replan": decision.running.keeps_bound != holds or (holds and decision.action != "keep"),
+        "plan": (best.policy, best.stages, best.replicas)
+        != (found.best.policy, found.best.stages, found.best.replicas),
+    }
+    return [f"{name} differs (compare: holds {holds}, {load.share_kept})" for name, differs in said.items() if differs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=200)
+    parser.add_argument("--commands", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     kinds, wrong, refused = Counter[str](), dict[int, str](), Counter[str]()
@@ -124,6 +146,7 @@ def main() -> None:
                 refused[type(error).__name__] += 1
             else:
                 kind, fault = check(found, case)
+                fault = "; ".join([*filter(None, [fault]), *(others(found, case) if given.commands else ())])
                 kinds[kind] += 1
                 judged += 1
                 if fault:
