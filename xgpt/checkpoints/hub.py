@@ -64,7 +64,7 @@ def id_of_name(name: str) -> str | None:
 
 def _plain(name: str) -> str:
     name = name.rpartition("/")[2].lower().replace("_", "-").removeprefix("meta-")
-    return _VARIANTS.sub("", name)
+    return re.sub(r"(?<=[a-z])-(?=\d)", "", _VARIANTS.sub("", name))
 
 
 @cache

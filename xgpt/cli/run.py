@@ -158,10 +158,10 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
         found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None, "at_load": kept})
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
-        render.show(*render.simulated_tables(run))
         if kept is not None:
             text = f"Your load{'' if kept.holds else ', too much for this plan'}: {words.load_in_words(kept)}."
-            click.echo("\n".join(words.wrapped(text)))
+            click.echo("\n".join([*words.wrapped(text), ""]))
+        render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(
                 "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "

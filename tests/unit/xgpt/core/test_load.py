@@ -65,3 +65,10 @@ def test_what_has_no_times_has_no_windows_and_no_rate() -> None:
     assert load.kept(np.ones(100, bool)).holds(1.0)
     with pytest.raises(InputError, match="it has no rate"):
         LogLoad.of("lengths", lengths, Growth(rate=2.0))
+
+
+def test_a_later_part_of_a_log_keeps_its_time_of_day() -> None:
+    """Windows of `simulate --since 43200` began at 00:00 for a log that begins at midnight."""
+    afternoon = LogLoad.of("day", a_day().since(43_200))
+    first, last = afternoon.windows[0].name, afternoon.windows[-1].name
+    assert first.startswith(("11:5", "12:0")) and last.endswith(("23:55", "00:00"))
