@@ -30,7 +30,7 @@ class LayerGroup(NamedTuple):
 
     Attributes:
         window: number of latest tokens that are kept. None means all.
-        is_state: whether a request has one page, whatever its length.
+        is_state: whether a request has `copies` pages, whatever its length.
         filled: share of a page that is not padding.
     """
 
@@ -39,6 +39,7 @@ class LayerGroup(NamedTuple):
     window: int | None = None
     is_state: bool = False
     filled: float = 1.0
+    copies: int = 1
 
     @property
     def rate(self) -> float:
@@ -52,7 +53,7 @@ class LayerGroup(NamedTuple):
                 a page.
         """
         if self.is_state:
-            return 1
+            return self.copies
         if self.window is None:
             return ceil(tokens / self.tokens)
         return ceil(min(self.window - 1 + in_flight, tokens) / self.tokens) + 1
@@ -89,6 +90,8 @@ class Kept(NamedTuple):
             groups = _packed(caches)
         else:
             groups = _unified(caches, block_size, LATENT_BLOCK if is_latent else block_size)
+        copies = 1 if engine is None else engine.state_copies
+        groups = [group._replace(copies=copies) if group.is_state else group for group in groups]
         ordered = sorted(groups, key=lambda group: (group.is_state, group.window or 0))
         return cls(tuple(ordered), block_size)
 
@@ -105,7 +108,7 @@ class Kept(NamedTuple):
         total = 0.0
         for group in self.groups:
             if group.is_state:
-                total += group.page_bytes
+                total += group.copies * group.page_bytes
             elif _is_full(group, context):
                 total += (group.window or 0) * group.rate + (group.tokens - 1) * group.rate
             else:

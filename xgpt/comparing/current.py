@@ -35,6 +35,7 @@ class CurrentEngine:
         drops_windows: whether the engine frees keys and values that have left a layer's attention window.
         text_only: whether the engine leaves out the model's encoders of images and sound.
         kept: options of the command that a plan's command repeats.
+        caches_prefixes: whether the engine keeps the K/V of prefixes. None means the engine's default.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
         command: what starts the engine, with its variables, whatever launches it (a container, a pod).
@@ -59,6 +60,7 @@ class CurrentEngine:
     cuts_prompts: bool = True
     drops_windows: bool = True
     text_only: bool = False
+    caches_prefixes: bool | None = None
     schedules_ahead: bool | None = None
     api_servers: int | None = None
     drafts: Drafts | None = None
@@ -83,8 +85,14 @@ class CurrentEngine:
             changes["schedules_ahead"] = self.schedules_ahead
         if not self.drops_windows:
             changes["drops_windows"] = False
+        copies = engine.state_copies if self.caches_prefixes is None else 1 + self.caches_prefixes
+        copies += 0 if self.drafts is None else self.drafts.tokens
+        sources = engine.sources
+        if copies != engine.state_copies:
+            sources = sources | {"state_copies": "--enable-prefix-caching and --speculative-config"}
+            changes |= {"state_copies": copies, "sources": sources}
         if not self.cuts_prompts:
-            sources = engine.sources | {"cuts_prompts": "--no-enable-chunked-prefill"}
+            sources = sources | {"cuts_prompts": "--no-enable-chunked-prefill"}
             changes |= {"cuts_prompts": False, "sources": sources}
         return engine.but(**changes)
 

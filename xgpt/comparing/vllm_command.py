@@ -116,9 +116,14 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",
         kept=_kept(given if longest is None else given | {"max-model-len": str(longest)}),
-        schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
+        caches_prefixes=_switch(given, "enable-prefix-caching"),
+        schedules_ahead=_switch(given, "async-scheduling"),
         api_servers=int(servers) if servers.isdecimal() and int(servers) else None,
     )
+
+
+def _switch(given: Given, name: str) -> bool | None:
+    return {"yes": True, "no": False}.get(given.get(name, ""))
 
 
 def _kept(given: Given) -> Given:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from xgpt.checkpoints.files import spec_of
+from xgpt.comparing.launched import read_current
 from xgpt.core.schema import DType, ModelSpec, Precision
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xsimulator.kept import Kept
@@ -49,6 +50,29 @@ def test_deepseek_v4_takes_blocks_for_all_that_it_keeps() -> None:
     assert 42_566_892_135 // found.groups[0].page_bytes == 40471
     assert [group.tokens for group in found.groups] == [256, 4, 64, 64, 8]
     assert found.logged(37.93 * GIB, 256_000, 8192, by_requests=True) == pytest.approx(2_497_693, rel=1e-3)
+
+
+def test_states_are_kept_twice_where_prefixes_are_cached() -> None:
+    """vLLM 0.24 with --enable-prefix-caching: Qwen3.6-35B-A3B on an RTX 5090 logs 569,878 tokens for 6.01 GiB, and 4.35
+    requests of 131,072. Without copies it would be 595,781.
+    """
+    moe = QWEN35 | {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }  # fmt: skip
+    running = read_current("vllm serve m --enable-prefix-caching", load_cluster("rtx-5090x8"))
+    engine = running.as_started(load_engine("vllm-0.24"))
+    spec = spec_of(moe, "m")
+    found = Kept.of(spec, "float8", whole(spec, 1)[0], spec.num_layers, engine, 16)
+    assert found.logged(6.01 * GIB, 131_072, 8192, by_requests=True) == pytest.approx(569_878, rel=3e-3)
+    drafting = read_current(
+        """vllm serve m --enable-prefix-caching -sc '{"method": "mtp", "num_speculative_tokens": 3}'""",
+        load_cluster("rtx-5090x8"),
+    )
+    assert drafting.as_started(engine).state_copies == 5
+    plain = read_current("vllm serve m --no-enable-prefix-caching", load_cluster("rtx-5090x8"))
+    assert (load_engine("vllm-0.32").state_copies, plain.as_started(load_engine("vllm-0.32")).state_copies) == (2, 1)
 
 
 def test_engines_that_schedule_ahead_count_two_steps() -> None:

@@ -108,6 +108,8 @@ class EngineSpec(Frozen):
     """Whether K/V outside the attention window of a layer is freed."""
     shares_pages: bool = Field(default=False, exclude_if=lambda shares: not shares)
     """Whether all kinds of layers take pages of one size from one pool. Otherwise each kind has memory of its own."""
+    state_copies: PositiveInt = Field(default=1, exclude_if=lambda copies: copies == 1)
+    """Number of pages that a request takes for each group of layers with a state."""
     counts_all_steps: bool = Field(default=False, exclude_if=lambda counts: not counts)
     """Whether the engine counts the tokens of all steps that may run at the same time beside a window when it checks
     whether a request fits. Otherwise it counts those of one step.
