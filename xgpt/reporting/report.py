@@ -110,7 +110,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     latency_s = measured.request_latency_s if c.sla == "request" else measured.latency_s
 
     def text(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.3f}"
+        return "-" if value is None else f"{value:,.{0 if value >= 1000 else 3}f}"
 
     def row(
         name: str, predicted: float | None, simulated: float | None, bound: float | None = None, field: str = ""
