@@ -139,7 +139,7 @@ def load_engine(name: str) -> EngineSpec:
 def nearest_engine(framework: str, version: str | None) -> EngineSpec:
     document = load_yaml(find_config("engines", framework), "engine")
     oldest, newest = next(iter(document["since"])), document["newest"]
-    asked = ".".join(map(str, _numbers(version or newest)))
+    asked = ".".join(map(str, _numbers(document.get("as", {}).get(version, version or newest))))
     return load_engine(f"{framework}-{min(max(oldest, asked, key=_numbers), newest, key=_numbers)}")
 
 

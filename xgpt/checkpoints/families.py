@@ -32,6 +32,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
         InputError: the family is not known.
     """
     outer = config.get("model_type")
+    if (why := NOT_READ.get(f"{outer}")) is not None:
+        raise InputError(f"{source}: model_type", outer, f"xgpt does not plan this family: {why}")
     for name in PARTS:
         if isinstance(part := config.get(name), dict):
             kept = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
@@ -42,8 +44,6 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
             return language_model(outside | part | {"model_type": inner}, source)
     family = _known(f"{outer}")
     if family is None:
-        if (why := NOT_READ.get(f"{outer}")) is not None:
-            raise InputError(f"{source}: model_type", outer, f"xgpt does not plan this family: {why}")
         raise InputError(
             f"{source}: model_type", outer, f"xgpt plans only these families: {', '.join(sorted(known_families()))}"
         )

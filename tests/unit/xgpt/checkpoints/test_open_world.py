@@ -54,3 +54,9 @@ def test_unknown_settings_are_named_and_unknown_sizes_refused(tmp_path: Path) ->
     assert said.endswith(f"taken to change no size: scale_embeddings: True; {scaling}")
     with pytest.raises(InputError, match=r"config\.json: num_register_heads: 4"):
         spec_of(LLAMA | {"num_register_heads": 4}, "m")
+
+
+def test_checkpoints_that_only_draft_are_refused_whatever_their_text_model() -> None:
+    text = LLAMA | {"model_type": "gemma4_text", "num_kv_shared_layers": 32}
+    with pytest.raises(InputError, match=r"gemma4_assistant' .*it drafts for another model"):
+        spec_of({"model_type": "gemma4_assistant", "text_config": text}, "m")

@@ -182,6 +182,7 @@ def test_engines_are_the_nearest_known_ones() -> None:
 
     assert of(None) == "vllm-0.32" and of("0.15.1") == "vllm-0.15" and of("0.24.0") == "vllm-0.24"
     assert of("0.8") == "vllm-0.10" and of("0.40.1") == "vllm-0.32"
+    assert of("0.20.0") == "vllm-0.20" and of("0.20.2") == "vllm-0.21"
     assert of(None, "sglang") == "sglang-0.5" and of("1.2.0", "tensorrt-llm") == "tensorrt-llm-1.0"
 
 
