@@ -22,7 +22,7 @@ from xgpt.core.version import __version__
 from xgpt.exporting.groups import IN_PODS, Target
 from xgpt.exporting.replicas import EngineReplicas, images, name_of, pinned, replicas_of
 from xrunner.vllm import TESTED_VERSION
-from xscheduler.fleet.scaling import Scaling
+from xscheduler.fleet.scaling import SPARED, Scaling
 
 ROUTER = "vllm-router==0.1.17"
 """The front of several replicas on one machine: vLLM's router, which sends a request again if a replica is lost."""
@@ -150,7 +150,7 @@ def _templates(all_: Sequence[EngineReplicas], target: Target) -> dict[str, str]
             found["keda.yaml"] = "keda.yaml"
     else:
         found |= {"monitoring/prometheus.yml": "prometheus.yml", "monitoring/rules.yaml": "rules.yaml"}
-    if target != "shell" and all_[0].is_built and all_[0].framework == "vllm":
+    if target != "shell" and all_[0].scheduler == "xgpt" and all_[0].framework == "vllm":
         found["Dockerfile"] = "Dockerfile"
     if all_[0].framework not in _metrics():
         found = {name: template for name, template in found.items() if "monitoring" not in name and "keda" not in name}
@@ -165,8 +165,8 @@ def _needs(all_: Sequence[EngineReplicas], target: Target) -> list[Need]:
             "." if r.framework == "vllm" else "--build-arg EXTRA=" + ("ray" if r.group.nodes > 1 else "serve") + " XGPT"
         )
         build = f"docker build -t {image} {context}  # Dockerfile's head; then push it to the cluster's registry"
-        inspect = ["docker", "image", "inspect"] if r.is_built else ["docker", "manifest", "inspect"]
-        found.append(Need(f"image {image}", [*inspect, image], build if r.is_built else f"docker pull {image}"))
+        kind, remedy = ("image", build) if r.scheduler == "xgpt" else ("manifest", f"docker pull {image}")
+        found.append(Need(f"image {image}", ["docker", kind, "inspect", image], remedy))
     if target == "shell":
         for program in _programs(all_[0]):
             found.append(Need(program, ["sh", "-c", f"command -v {program}"], "pip install -r requirements.txt"))
@@ -277,6 +277,7 @@ def _environment() -> Environment:
         "router": ROUTER,
         "chart": CHART,
         "torch": pinned("torch"),
+        "spared": SPARED,
     }
     made.globals |= {"images": images(), "metrics": _metrics()}
     return made

@@ -102,17 +102,14 @@ class EngineReplicas:
     @cached_property
     def image(self) -> str:
         """The engine's own image, pinned by version, unless xgpt's scheduler runs."""
+        built = self.scheduler == "xgpt"
         if self.target == "dynamo":
             base = str(images()["dynamo"])
-            return f"xgpt-dynamo:{__version__}-{base.rpartition(':')[2]}" if self.is_built else base
-        if not self.is_built:
+            return f"xgpt-dynamo:{__version__}-{base.rpartition(':')[2]}" if built else base
+        if not built:
             on_cpus = self.framework == "vllm" and self.plan.cluster.device.type != "gpu"
             return str(images()["vllm on CPUs" if on_cpus else self.framework]).format(version=self.engine_version)
         return f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if self.framework == "vllm" else f"xgpt:{__version__}"
-
-    @property
-    def is_built(self) -> bool:
-        return self.scheduler == "xgpt"
 
     @property
     def base(self) -> str:

@@ -1,7 +1,7 @@
 """Scale a fleet by the planned day and by the load: the rule that exports write for Prometheus and KEDA.
 
 Each kind of replica follows the day's schedule, ahead by the time that a replica takes to start. One kind, the cheapest
-for its rate, also takes the load that exceeds what the others hold: ceil((factor * load - others) / rate).
+for its rate, also takes the load that exceeds what the others hold: ceil((factor * load - others) / rate - SPARED).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from xscheduler.fleet.following import LoadSample, WantedReplicas
 DAY_MIN = 1440
 RATE_S = 60.0
 """The load is the mean arrival rate of this time, plus what waits, to be served within the time of a start."""
+SPARED = 0.1
+"""Share of a replica up to which a load above what the others hold orders none: a minute's rate varies by as much."""
 
 
 class Scaling:
@@ -64,7 +66,7 @@ class Scaling:
         counts = [self.scheduled(kind, now_s) for kind in range(len(self.rates))]
         others = sum(n * rate for i, (n, rate) in enumerate(zip(counts, self.rates, strict=True)) if i != self.marginal)
         if self.rates[self.marginal] > 0:
-            rest = ceil((self.factor * load_per_s - others) / self.rates[self.marginal])
+            rest = ceil((self.factor * load_per_s - others) / self.rates[self.marginal] - SPARED)
             counts[self.marginal] = max(counts[self.marginal], rest)
         return tuple(counts)
 
