@@ -43,6 +43,13 @@ def objects_in(files: dict[str, str]) -> list[dict[str, Any]]:
     return items
 
 
+def expressions(files: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return the expressions of the rules and of the dashboard among exported files."""
+    (group,) = yaml.safe_load(files["monitoring/rules.yaml"])["groups"]
+    panels = json.loads(files["monitoring/dashboard.json"])["panels"]
+    return [rule["expr"] for rule in group["rules"]], [each["expr"] for panel in panels for each in panel["targets"]]
+
+
 def pods_of(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Return the pod templates of an object."""
     spec = item.get("spec", {})

