@@ -97,12 +97,13 @@ def _device_here(plan: Plan) -> str:
     return here.device.name
 
 
-def check_plan(plan: Plan, ray: str | None = None) -> None:
+def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> None:
     """Check that xgpt's own engine can serve a plan here: check the plan's engine, devices, dtype, memory and
     checkpoint.
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
+        waits: whether machines may still join the cluster.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -114,7 +115,8 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
         nodes, gpus = nodes_of(plan, plan.devices_per_replica), plan.cluster.device.type == "gpu"
         devices = plan.devices_per_replica // nodes
-        on_ray.examine(ray, nodes * plan.replicas, devices, gpus=gpus, checkpoint=plan.checkpoint)
+        count, checkpoint = nodes * plan.replicas, plan.checkpoint
+        on_ray.examine(ray, count, devices, gpus=gpus, checkpoint=checkpoint, waits=waits)
     if plan.checkpoint is not None:
         from xrunner.weights import Checkpoint, check_weights
 

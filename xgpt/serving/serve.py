@@ -173,7 +173,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         span = 1 if machines is None else machines.count
         on_note(f"vLLM {check_plan_for_vllm(plan, span)}{'' if request.dry_run else ': starting'}")
     else:
-        check_plan(plan, request.ray)
+        check_plan(plan, request.ray, waits=not request.dry_run)
     bound = inherited_listener()
     if bound is None and (machines is None or not machines.rank):
         _check_port(request, on_note)

@@ -80,9 +80,12 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
     return MachineGroup(launches, partial(_free, group))
 
 
-def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: str | None) -> None:
+def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: str | None, waits: bool) -> None:
     """Check that a Ray cluster has `devices` devices on one machine `count` times, and that its machines are like this
     one. Nothing is reserved.
+
+    Args:
+        waits: whether machines have `MEET_S` seconds to join, as those of a group do that start in any order.
 
     Raises:
         InputError: no Ray cluster is at that address.
@@ -91,16 +94,24 @@ def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
     _connect(address)
     try:
         kind = "GPU" if gpus else "CPU"
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= devices]
-        places = sum(int(node["Resources"][kind] // devices) for node in nodes)
-        if places < count:
-            says = (
-                f"the plan needs {devices} {kind}s in each of {count} places, and the Ray cluster has {places} of these"
-            )
-            raise MachineError(f"{says}: see `ray status`")
+        deadline = time.monotonic() + (MEET_S if waits else 0.0)
+        nodes, places = _with(kind, devices)
+        while places < count:
+            if time.monotonic() > deadline:
+                wanted = f"{devices} {kind}s in each of {count} places"
+                says = f"the plan needs {wanted}, and the Ray cluster has {places} of these: see `ray status`"
+                raise MachineError(says)
+            time.sleep(AGAIN_S)
+            nodes, places = _with(kind, devices)
         _compare(nodes, checkpoint)
     finally:
         ray.shutdown()
+
+
+def _with(kind: str, devices: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the machines with enough devices, and how often they have that many."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= devices]
+    return nodes, sum(int(node["Resources"][kind] // devices) for node in nodes)
 
 
 def _compare(nodes: Sequence[Mapping[str, Any]], checkpoint: str | None) -> None:
