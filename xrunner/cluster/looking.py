@@ -1,6 +1,6 @@
 """Say what a machine has: the versions of Python and Ray, and hashes of xgpt's code and of a checkpoint.
 
-    python -c SOURCE [CHECKPOINT]
+    python -P -c SOURCE [CHECKPOINT]
 
 The Python of each machine of a Ray cluster runs this source as a process of its own, as it later runs the launcher:
 Ray's own processes there search the driver's directories before their own. The machine may lack xgpt, so nothing of it

@@ -77,7 +77,6 @@ def test_a_ray_node_with_other_code_is_refused(tmp_path: Path, monkeypatch: pyte
             ([], tmp_path / "other"),
         ):
             monkeypatch.setenv("PYTHONPATH", str(path))
-            monkeypatch.chdir(path)  # Ray's processes search the node's own directory first
             node = start_ray(*(words or [f"--address=127.0.0.1:{port}"]))
             assert node.stdout is not None
             at_end.callback(node.stdout.close)
