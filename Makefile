@@ -86,6 +86,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(shell grep '^torch==' constraints.txt)
 	$(PIP) -e '.[serve]'
+	$(BIN)/python -m xsimulator.counts.counted_run  # compiles, which otherwise the first plan does
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
