@@ -95,6 +95,20 @@ class Kept(NamedTuple):
         ordered = sorted(groups, key=lambda group: (group.is_state, group.window or 0))
         return cls(tuple(ordered), block_size)
 
+    def with_draft(self, token_bytes: float, ahead: int) -> Kept:
+        """Add a draft's K/V. Beside states, its layer joins the group of attention, and the groups of states are padded
+        to as many layers; a request keeps one more state for each token that is drafted `ahead`.
+        """
+        if not self.groups[-1].is_state:
+            drafted = LayerGroup(token_bytes * self.block_size, self.block_size)
+            return self._replace(groups=(*self.groups, drafted))
+        more = 1 + token_bytes / self.groups[0].rate
+        return self._replace(
+            groups=tuple(
+                each._replace(page_bytes=more * each.page_bytes, copies=each.copies + ahead) for each in self.groups
+            )
+        )
+
     def grows(self, context: float | None) -> float:
         """Return the bytes of each further token of requests with this context. A layer whose window is shorter than
         the context does not count. None means that every layer keeps every token.
@@ -131,7 +145,8 @@ class Kept(NamedTuple):
         page = max(group.page_bytes for group in self.groups)
         blocks = int(free // page)
         if by_requests:
-            pages = sum(group.pages(context, in_flight) * group.filled for group in self.groups)
+            sizes = (group.filled * group.page_bytes / page for group in self.groups)
+            pages = sum(group.pages(context, in_flight) * size for group, size in zip(self.groups, sizes, strict=True))
             return int(blocks * self.groups[0].filled / pages * context)
         return blocks // len(self.groups) * min(group.tokens for group in self.groups if not group.is_state)
 

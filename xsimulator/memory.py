@@ -23,7 +23,7 @@ from xgpt.core.schema import (
 )
 from xsimulator.costs.curves import Array
 from xsimulator.costs.speculating import Draft
-from xsimulator.kept import Kept, LayerGroup
+from xsimulator.kept import Kept
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape
 
@@ -165,8 +165,8 @@ class LaneMemory:
         if speculation is not None:
             draft = Draft(spec, speculation)
             self.weight_bytes += draft.bytes(precision.weights) / tp
-            drafted = LayerGroup(draft.kept_bytes(precision.kv, lane[-1].tp) * block_size, block_size)
-            self._kept = [kept._replace(groups=(*kept.groups, drafted)) for kept in self._kept]
+            drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
+            self._kept = [kept.with_draft(drafted, speculation.tokens) for kept in self._kept]
         self._block_bytes: Array = block_size * np.asarray([kept.grows(context) for kept in self._kept])
         self.request_bytes: Array = np.asarray([kept.constant(context) for kept in self._kept])
         self._in_flight: Array = np.asarray([kept.in_flight(context) for kept in self._kept])

@@ -86,10 +86,9 @@ class CurrentEngine:
         if not self.drops_windows:
             changes["drops_windows"] = False
         copies = engine.state_copies if self.caches_prefixes is None else 1 + self.caches_prefixes
-        copies += 0 if self.drafts is None else self.drafts.tokens
         sources = engine.sources
         if copies != engine.state_copies:
-            sources = sources | {"state_copies": "--enable-prefix-caching and --speculative-config"}
+            sources = sources | {"state_copies": "--enable-prefix-caching"}
             changes |= {"state_copies": copies, "sources": sources}
         if not self.cuts_prompts:
             sources = sources | {"cuts_prompts": "--no-enable-chunked-prefill"}

@@ -30,6 +30,11 @@ QWEN35: dict[str, Any] = {
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
     "max_position_embeddings": 262144, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN36_MOE: dict[str, Any] = QWEN35 | {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "model_type": "gemma4_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
     "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512,
@@ -56,23 +61,22 @@ def test_states_are_kept_twice_where_prefixes_are_cached() -> None:
     """vLLM 0.24 with --enable-prefix-caching: Qwen3.6-35B-A3B on an RTX 5090 logs 569,878 tokens for 6.01 GiB, and 4.35
     requests of 131,072. Without copies it would be 595,781.
     """
-    moe = QWEN35 | {
-        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
-        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    }  # fmt: skip
     running = read_current("vllm serve m --enable-prefix-caching", load_cluster("rtx-5090x8"))
     engine = running.as_started(load_engine("vllm-0.24"))
-    spec = spec_of(moe, "m")
+    spec = spec_of(QWEN36_MOE, "m")
     found = Kept.of(spec, "float8", whole(spec, 1)[0], spec.num_layers, engine, 16)
     assert found.logged(6.01 * GIB, 131_072, 8192, by_requests=True) == 569_878
-    drafting = read_current(
-        """vllm serve m --enable-prefix-caching -sc '{"method": "mtp", "num_speculative_tokens": 3}'""",
-        load_cluster("rtx-5090x8"),
-    )
-    assert drafting.as_started(engine).state_copies == 5
     plain = read_current("vllm serve m --no-enable-prefix-caching", load_cluster("rtx-5090x8"))
     assert (load_engine("vllm-0.32").state_copies, plain.as_started(load_engine("vllm-0.32")).state_copies) == (2, 1)
+
+
+def test_a_draft_joins_the_attention_beside_states() -> None:
+    """vllm 44740, version 0.26: Qwen3.6-35B-A3B with MTP of 3 tokens logs 4,061,215 tokens for 90.6 GiB."""
+    engine = load_engine("vllm-0.26")
+    engine = engine.but(state_copies=2, sources=engine.sources | {"state_copies": "--enable-prefix-caching"})
+    spec = spec_of(QWEN36_MOE, "m")
+    found = Kept.of(spec, "bfloat16", whole(spec, 1)[0], spec.num_layers, engine, 16).with_draft(2 * 2 * 256 * 2, 3)
+    assert found.logged(90.6 * GIB, 262_144, 8192, by_requests=True) == pytest.approx(4_061_215, rel=1e-3)
 
 
 def test_engines_that_schedule_ahead_count_two_steps() -> None:
