@@ -101,13 +101,13 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     others = extra.values() if isinstance(extra, dict) else extra
     added: list[AddedToken] = []
-    for entry in [*listed, *(settings.get(name) for name in named), *others]:
+    for number, entry in enumerate([*listed, *(settings.get(name) for name in named), *others]):
         text = token_text(entry)
         if text is None or text in known:
             continue
         known.add(text)
         options = {name: bool(entry[name]) for name in OPTIONS if name in entry} if isinstance(entry, dict) else {}
-        is_special = options.pop("special", entry not in listed) or text in named.values()
+        is_special = options.pop("special", number >= len(listed)) or text in named.values()
         added.append(AddedToken(text, special=is_special, **options))
     tokenizer.add_tokens(added)  # each call takes time for all tokens
 

@@ -518,6 +518,16 @@ def test_a_text_at_which_the_tokenizer_fails_is_refused(tmp_path: Path) -> None:
     assert answer.status_code == 400 and "cannot encode" in answer.json()["error"]["message"]
 
 
+def test_many_added_tokens_take_time_in_proportion(tmp_path: Path) -> None:
+    """Each was compared with all: 200,000 took minutes."""
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER.to_str())
+    tokens = {str(number + 300): {"content": f"<t{number}>"} for number in range(20_000)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    started = time.process_time()
+    read_tokenizer(tmp_path)
+    assert time.process_time() - started < 5
+
+
 TWICE = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30
 
 
