@@ -17,7 +17,7 @@ from xgpt.core.schema.base import Frozen
 MOST_LINES = 3_000_000
 MOST_LINE_BYTES = 16 << 20
 MOST_BYTES = 8 << 30
-MOST_MEMORY = 900_000_000
+MOST_MEMORY = 700_000_000
 PER_BRACKET, PER_VALUE = 72, 40
 
 Role = Literal["input", "output", "timestamp", "status", "session", "id", "parent", "delay", "end"]

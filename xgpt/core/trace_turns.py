@@ -23,12 +23,14 @@ class TurnRows:
         self._last: dict[tuple[str, str], int] = {}
 
     def add(self, row: Row, delay: float | None, end: float | None) -> int:
-        names = {role: str(row.turn.get(role, "")) for role in NAMES}
-        key = ("id", names["parent"]) if names["parent"] not in NO_PARENT else ("session", names["session"])
-        before = self._last.get(key, FIRST) if key[1] else FIRST
-        for role in ("id", "session"):
-            if names[role]:
-                self._last[role, names[role]] = len(self._after)
+        before = FIRST
+        if row.turn:
+            names = {role: str(row.turn.get(role, "")) for role in NAMES}
+            key = ("id", names["parent"]) if names["parent"] not in NO_PARENT else ("session", names["session"])
+            before = self._last.get(key, FIRST) if key[1] else FIRST
+            for role in ("id", "session"):
+                if names[role]:
+                    self._last[role, names[role]] = len(self._after)
         self._after.append(before)
         self._delays.append(delay)
         self._ends.append(end)

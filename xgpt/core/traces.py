@@ -108,9 +108,11 @@ def _collected(path: Path, field: str, trace: TraceRows) -> TraceLengths:
             continue
         inputs.append(input_)
         outputs.append(output)
-        delay, end = (
-            None if row.turn.get(role) is None else _time(row.where, row.turn[role])[0] for role in ("delay", "end")
-        )
+        delay = end = None
+        if row.turn:
+            delay, end = (
+                None if row.turn.get(role) is None else _time(row.where, row.turn[role])[0] for role in ("delay", "end")
+            )
         before = turns.add(row, delay, end)
         if row.timestamp is None and delay is not None and before != FIRST and before < len(times):
             times.append(times[before] + delay)
