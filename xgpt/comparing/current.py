@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from xgpt.comparing.flags import Given, count, tables, value_of
+from xgpt.comparing.flags import VARIABLE, Given, count, tables, value_of
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.schema import DType, EngineSpec
@@ -172,7 +172,8 @@ def _parts(given: Given) -> dict[str, Any]:
     except ValueError:
         parts = None
     if not isinstance(parts, dict):
-        raise InputError("current: --speculative-config", text, "write a JSON object")
+        said = VARIABLE if "$" in (text or "") else "write a JSON object"
+        raise InputError("current: --speculative-config", text, said)
     return parts | {part: given[flag] for flag, part in tables()["drafts"]["flags"].items() if flag in given}
 
 

@@ -127,6 +127,10 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
             "scores only eagle, eagle3, ngram, mtp; leave drafts out",
         ),
         ("vllm serve m -sc.num_speculative_tokens 3", "speculative-config"),
+        (
+            'vllm serve m -sc \'{"method": "mtp", "num_speculative_tokens": $N}\'',
+            "speculative-config: .* a shell variable",
+        ),
         ("vllm serve m -O=0", "optimization-level: '0'"),
         ("vllm serve m --enforce-eager", "captured CUDA graphs"),
         ("vllm serve m --block-size big", "block-size: 'big'"),
