@@ -88,9 +88,12 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
             ranked.append((2, 0.0, ClusterChoice(problem, None, None, error.reason or str(error).partition(": ")[2])))
             continue
         unsure = dict(fewest.tried)[fewest.number].confidence < wanted
-        why = "less sure than wanted" if unsure else "fewer are less sure" if fewest.number > 1 else "one costs more"
         cost = price * fewest.number
-        ranked.append((int(unsure), cost, ClusterChoice(problem, fewest, cost, why)))
-    choices = [choice for *_, choice in sorted(ranked, key=lambda each: each[:2])]
+        ranked.append((int(unsure), cost, ClusterChoice(problem, fewest, cost, "costs more")))
+    ranked.sort(key=lambda each: each[:2])
+    choices = [
+        replace(choice, why_not="less sure than wanted") if ranked[0][0] < rank == 1 else choice
+        for rank, _, choice in ranked
+    ]
     first, *others = choices
     return choices if first.fewest is None else [replace(first, why_not=""), *others]
