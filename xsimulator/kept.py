@@ -96,18 +96,15 @@ class Kept(NamedTuple):
         return cls(tuple(ordered), block_size)
 
     def with_draft(self, token_bytes: float, ahead: int) -> Kept:
-        """Add a draft's K/V. Beside states, its layer joins the group of attention, and the groups of states are padded
-        to as many layers; a request keeps one more state for each token that is drafted `ahead`.
+        """Add a draft's K/V. Where states share pages with attention, its layer joins the group of attention, and the
+        groups of states are padded to as many layers. A request keeps one more state for each token drafted `ahead`.
         """
-        if not self.groups[-1].is_state:
-            drafted = LayerGroup(token_bytes * self.block_size, self.block_size)
-            return self._replace(groups=(*self.groups, drafted))
-        more = 1 + token_bytes / self.groups[0].rate
-        return self._replace(
-            groups=tuple(
-                each._replace(page_bytes=more * each.page_bytes, copies=each.copies + ahead) for each in self.groups
-            )
-        )
+        groups = [each._replace(copies=each.copies + ahead) for each in self.groups]
+        first, last = groups[0], groups[-1]
+        if not last.is_state or last.page_bytes != first.page_bytes:
+            return self._replace(groups=(*groups, LayerGroup(token_bytes * self.block_size, self.block_size)))
+        more = 1 + token_bytes / first.rate
+        return self._replace(groups=tuple(each._replace(page_bytes=more * each.page_bytes) for each in groups))
 
     def grows(self, context: float | None) -> float:
         """Return the bytes of each further token of requests with this context. A layer whose window is shorter than
