@@ -166,7 +166,8 @@ def load_in_words(load: AtLoad, *, windows: bool = True) -> str:
     kept, least = (None if share is None else _percent(share) for share in (load.share_kept, load.worst_share_kept))
     text += "" if kept is None else f"; replayed, {kept} of {load.num_requests:,} requests keep the bounds"
     if least not in (None, kept, "all"):
-        text += f"{' and' if kept is None else ','} {least} in the worst window ({load.worst_window})"
+        text += f"; {least} kept" if kept is None else f", {least}"
+        text += f" in the worst window ({load.worst_window})"
     return text
 
 
