@@ -36,7 +36,7 @@ def test_models_with_states_run_by_vllm_s_own_schedule() -> None:
     """Ours pages keys and values, and leaves the states of recurrent layers to vLLM."""
     with_states = families("linear attention, state-space layers")
     assert all(vllm == "no" for row, (_, _, vllm) in ROWS.items() if families(row) <= set(ENCODER_DECODERS))
-    assert ROWS["linear attention, state-space layers"][2] == "with vLLM's own schedule"
+    assert ROWS["linear attention, state-space layers"][2] == "under vLLM's scheduler only"
     unbuilt = {family for names in NOT_BUILT.values() for family in names}
     found = {family for family in PLAIN - unbuilt if _has_states(family)}
     assert found <= with_states
