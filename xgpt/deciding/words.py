@@ -207,15 +207,14 @@ def _sizes(sizes: tuple[Sized, ...]) -> str:
             spans[-1] = spans[-1][0], last, words
         else:
             spans.append((1 if words == FEW else size.num_devices, last, words))
-    said = []
+    said = list[str]()
     for first, last, words in spans:
         numbers = str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
-        verb = (
-            "" if words == FEW or any(" hold" in each for each in said) else " hold it" if last > first else " holds it"
-        )
+        is_first = words != FEW and not any(" hold" in each for each in said)
+        verb = (" hold it" if last > first else " holds it") if is_first else ""
         said.append(f"{numbers}{verb} {words}")
-    before, cases, after = ", ".join(said).partition(" cases")
-    return before + cases + after.replace(" cases", "")
+    before, cases, rest = ", ".join(said).partition(" cases")
+    return before + cases + rest.replace(" cases", "")
 
 
 def _cluster(each: OfferedCluster) -> str:
