@@ -142,6 +142,12 @@ class Trial:
         other.plan = plan
         return other
 
+    def on(self, plan: PlanDraft, profile: Profile) -> Trial:
+        """Return a trial of a plan on other devices, with the same requests."""
+        other = self.of(plan)
+        other.lanes = lanes_of(plan, profile)
+        return other
+
     def stream(self, rate: float) -> Stream:
         drawn = self._drawn
         arrivals_ns = (drawn.arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
 from tests.rings import few
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, SearchEffort, Workload
+from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, PlanDraft, SearchEffort, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
@@ -28,7 +30,9 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.search.branch_and_bound import upper_bound
 from xscheduler.space import Evaluation, Space
+from xsimulator import capacity
 from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.lengths import Lengths
 
 MANY = 16_000
@@ -345,7 +349,17 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     long_prompts = Workload(name="few", input=evenly(200, 1000, 1800), output=evenly(*range(5, 65)))
     free = replace(problem("opt-13b", "a40x4", "summarization"), workload=long_prompts)
     subject = free.under(Constraint(objective="arrivals", latency_bound_s=5.0, headroom=0.0))
+    stages, run_of = list[bool](), capacity.run_of
+
+    def on_its_own_devices(plan: PlanDraft, lanes: Mapping[str, LaneCost], *rest: Any, **how: Any) -> Any:
+        own = lanes_of(plan, subject.profile)
+        stages.append([lane.stages for lane in lanes.values()] == [lane.stages for lane in own.values()])
+        return run_of(plan, lanes, *rest, **how)
+
+    monkeypatch.setattr(capacity, "run_of", on_its_own_devices)
     plan = plan_each(subject, "orca")["orca"]
+    monkeypatch.setattr(capacity, "run_of", run_of)
+    assert stages and all(stages)
     assert plan.search.gap is not None
     assert plan.search.gap < 0.12
     assert ALL_SETTINGS in plan.search.bound

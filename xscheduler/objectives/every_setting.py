@@ -113,13 +113,17 @@ class EverySetting:
             return at_least
         if not is_counted(base):
             return None
+        profile = self._scheduler.problem.profile
+        trials = self._trial.on(base, profile), self._long.on(base, profile)
         served = space.evaluate_floor(columns, evaluation).throughput * (1 + SLACK)
         served[space.forecast.promises_too_little(evaluation.performance)] = np.inf
         lines, rate = _lines(space, columns, evaluation), at_least
         try:
             while rate < bound:
                 able = [line[served[line] >= rate] for line in lines]
-                lines = [kept for line in able if len(kept := self._kept(space, columns, evaluation, base, line, rate))]
+                lines = [
+                    kept for line in able if len(kept := self._kept(space, columns, evaluation, trials, line, rate))
+                ]
                 if not lines:
                     break
                 rate *= STEP
@@ -137,12 +141,21 @@ class EverySetting:
         return None if plan is None else self._finish(plan)
 
     def _kept(
-        self, space: Space, columns: dict[str, Ints], evaluation: Evaluation, base: PlanDraft, line: Ints, rate: float
+        self,
+        space: Space,
+        columns: dict[str, Ints],
+        evaluation: Evaluation,
+        trials: tuple[Trial, Trial],
+        line: Ints,
+        rate: float,
     ) -> Ints:
+        base = trials[0].plan
+
         def outcome(index: int) -> _Outcome:
             at = evaluation.at(index)
             sizes = {name: at[name] for name in ("encode_batch", "encode_tokens", "decode_batch")}
-            return self._outcome(base.but(policy=space.settings(columns, index)).with_estimate(**sizes), rate)
+            plan = base.but(policy=space.settings(columns, index)).with_estimate(**sizes)
+            return self._outcome(trials, plan, rate)
 
         if not len(line):
             return line
@@ -157,14 +170,15 @@ class EverySetting:
             kept[i] = found.keeps
         return line[kept]
 
-    def _outcome(self, plan: PlanDraft, rate: float) -> _Outcome:
+    def _outcome(self, trials: tuple[Trial, Trial], plan: PlanDraft, rate: float) -> _Outcome:
+        short, long = trials
         self._runs_left -= 1
         if self._runs_left < 0:
             raise _TooManyError
-        keeps, run = self._trial.of(plan).run(self._trial.stream(rate), self._slack, LENIENT)
+        keeps, run = short.of(plan).run(short.stream(rate), self._slack, LENIENT)
         if keeps:
             self._runs_left -= MANY_REQUESTS // LEAST_REQUESTS
-            keeps, run = self._long.of(plan).run(self._long.stream(rate), self._slack)
+            keeps, run = long.of(plan).run(long.stream(rate), self._slack)
         return _Outcome(keeps, np.asarray(run.end_ns))
 
 
