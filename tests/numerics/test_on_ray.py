@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.cli.test_exported_groups import end_ray, free_port
 from tests.fakes import eventually
 from tests.numerics.served import engine_on, greedy, run, served_on
 from tests.planned import problem_of, scored
+from xgpt.core.processes import free_port
 from xgpt.serving.engine_process import build_engine
 from xrunner.cluster.workers import Workers
 from xrunner.executor import WorkerLost
@@ -28,6 +30,15 @@ START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def end_ray(port: int) -> None:
+    """Kill all processes of the Ray cluster whose head listens at a port."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if any(word.endswith((f":{port}", f"_port={port}")) for word in words[1:]):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

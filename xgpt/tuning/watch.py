@@ -99,7 +99,7 @@ def roll(template: str, command: str, urls: list[str]) -> None:
     """
     _, words = split(shlex.split(command))
     if (odd := next((word for word in words[3:] if COMMANDS.search(word)), None)) is not None:
-        raise MachineError(f"--apply gives {odd!r} to no shell, which might run it; restart the engines yourself")
+        raise MachineError(f"`apply` gives {odd!r} to no shell, which might run it; restart the engines yourself")
     for url in urls:
         text = template.replace("{flags}", shlex.join(words[3:])).replace("{url}", url)
         done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
