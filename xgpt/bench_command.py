@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from typing import Any
@@ -10,16 +9,18 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
+from xgpt.comparing.flags import parts_of
 from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir, load_yaml
 from xgpt.core.schema import Workload
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import ArrivalProcess, Floats, Ints, TraceLengths, sample
 from xgpt.resolve import load_trace, workload_of
-from xsimulator.benchmarked import Benchmark
+from xsimulator.benchmarked import Benchmark, variation_of
 
 BLOCK = 16
 """Tokens of a block of a shared prefix."""
+MOST_TOKENS = 10**8
 Flags = dict[str, str]
 TOOLS: dict[str, Any] = load_yaml(configs_dir() / "benchmarks.yaml", "benchmarks")
 
@@ -61,11 +62,15 @@ def read_benchmark(command: str, workload: str | Workload | None = None, seed: i
     rate, clients = (_number(given, tool, each) for each in ("rate", "clients"))
     times = None
     if rate is not None and math.isfinite(rate):
-        shape = _number(given, tool, "shape") or 1.0
-        drawn = ArrivalProcess.at(rate, max(shape, 1e-6) ** -0.5).times(len(inputs), rng)
+        shape = 1.0 if (named := _number(given, tool, "shape")) is None else named
+        if not shape:
+            raise InputError("bench", "--burstiness 0", "it must be above 0")
+        drawn = ArrivalProcess.at(rate, variation_of(shape)).times(len(inputs), rng)
         times = drawn * (len(inputs) / rate / drawn[-1])
     elif clients is None and name == "aiperf profile":
         clients = 1.0
+    if not max(inputs.max(), outputs.max(), prefix) <= MOST_TOKENS:
+        raise InputError("bench", command, f"its lengths must be at most {MOST_TOKENS:,} tokens")
     prefixes = None
     if prefix:
         of_request = rng.permutation(np.arange(len(inputs)) % max(1, round(groups)))
@@ -135,7 +140,7 @@ def _drawn(given: Flags, tool: dict[str, Any], name: str, count: int, rng: np.ra
     if tool["range"] == "normal":
         return np.maximum(1.0, mean + (_number(given, tool, f"{name}_deviation") or 0.0) * norm.ppf(strata))
     text = _text(given, tool, "ratio") or "0"
-    ratio = _positive(json.loads(text).get(name) if text.startswith("{") else text, tool["ratio"]["flags"][0])
+    ratio = _positive(parts_of(text).get(name, text), tool["ratio"]["flags"][0])
     lowest, highest = (1 - ratio, 1 + ratio) if tool["range"] == "around" else (min(ratio, 1.0), 1.0)
     return mean * (lowest + (highest - lowest) * strata)
 

@@ -21,8 +21,8 @@ from xgpt.core.errors import InputError, cut
 from xgpt.core.io import read_text
 from xgpt.core.schema import EngineSpec, FittedLoads, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
-from xgpt.core.workload import ArrivalProcess, TraceLengths, histogram_of
-from xsimulator.benchmarked import Benchmark, simulate_benchmark
+from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, histogram_of
+from xsimulator.benchmarked import LEAST_CV, Benchmark, simulate_benchmark, variation_of
 from xsimulator.fitted import Fit
 from xsimulator.run import run_simulation
 
@@ -57,7 +57,6 @@ MOSTLY = 0.8
 """A load with a rate counts as a closed loop if, on average, at least this share of the allowed number of concurrent
 requests run.
 """
-LEAST_CV = 1e-3
 Figures = tuple[float, float, float]
 Array = npt.NDArray[np.float64]
 
@@ -88,8 +87,8 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
-        return Workload(name=self.source, input=next(lengths), output=next(lengths))
+        inputs, outputs = map(histogram_of, self._lengths)
+        return Workload(name=self.source, input=inputs, output=outputs)
 
     @property
     def benchmark(self) -> Benchmark | None:
@@ -97,13 +96,14 @@ class MeasuredLoad(NamedTuple):
         count = self.num_requests or (len(self.inputs) if len(self.inputs) > 1 else 0)
         if not count:
             return None
-        inputs, outputs = (
-            np.maximum(1, np.rint(np.resize(each, count))).astype(int) for each in (self.inputs, self.outputs)
-        )
-        times = None
-        if self.arrivals is not None:
-            times = self.arrivals.times(count, np.random.default_rng(0))
+        inputs, outputs = (np.resize(each, count) for each in self._lengths)
+        times = None if self.arrivals is None else self.arrivals.times(count, np.random.default_rng(0))
         return Benchmark(self.source, TraceLengths(inputs, outputs, times), self.clients)
+
+    @property
+    def _lengths(self) -> tuple[Ints, Ints]:
+        inputs, outputs = (np.maximum(1, np.rint(each)).astype(int) for each in (self.inputs, self.outputs))
+        return inputs, outputs
 
     @property
     def outstanding(self) -> float:
@@ -314,8 +314,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
         None if is_open else limit or data.get("num_prompts") or int(count),
         float(rate) if is_open else None,
         *figures,
-        # vLLM's burstiness is the shape parameter of gamma-distributed gaps. An infinite value means equal gaps.
-        variation=max(LEAST_CV, float(data.get("burstiness", 1.0)) ** -0.5),
+        variation=variation_of(float(data.get("burstiness", 1.0))),
         num_requests=int(count),
     )
 

@@ -16,6 +16,8 @@ from xgpt.core.workload import TraceLengths, histogram_of
 from xsimulator.clock import Span
 from xsimulator.run import Simulated, check_fits, read_log, run_requests, times_of
 
+LEAST_CV = 1e-3
+
 
 class Benchmark(NamedTuple):
     """What a benchmark sends.
@@ -29,6 +31,13 @@ class Benchmark(NamedTuple):
     name: str
     requests: TraceLengths
     clients: int | None = None
+
+
+def variation_of(shape: float) -> float:
+    """Return the coefficient of variation of gamma-distributed gaps of this shape, vLLM's burstiness. An infinite shape
+    means equal gaps.
+    """
+    return max(LEAST_CV, shape**-0.5)
 
 
 def simulate_benchmark(plan: PlanDraft, profile: Profile, benchmark: Benchmark, rule: Rule | None = None) -> Simulated:

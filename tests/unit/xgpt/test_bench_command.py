@@ -72,6 +72,11 @@ def test_shared_prefixes_are_shared_within_their_group_only():
     assert len({ids[16] for ids in found.prefixes.prompts}) == 40
 
 
+def test_an_infinite_burstiness_means_equal_gaps():
+    times = read_benchmark("vllm bench serve --num-prompts 4 --request-rate 2 --burstiness inf").requests.timestamp_s
+    np.testing.assert_allclose(times, [0.5, 1, 1.5, 2], rtol=0.01)
+
+
 def outstanding(steps: list[StepRecord]) -> int:
     arrivals = [(each.arrival_ns, 1) for record in steps for each in record.arrivals]
     ends = [(record.end_ns, -1) for record in steps for _ in record.finished]
@@ -121,6 +126,9 @@ def test_clients_that_start_together_are_those_of_the_compiled_counts(plan):
         ({"bench": "vllm bench serve --num-prompts 0"}, "number of requests"),
         ({"bench": "vllm bench serve --random-input-len 'x"}, "quotation"),
         ({"bench": "aiperf profile --isl 100 --request-count 5"}, "--output-tokens-mean"),
+        ({"bench": VLLM + " --random-range-ratio '{'"}, "it must be a number"),
+        ({"bench": VLLM.replace("1000", "inf")}, "at most 100,000,000 tokens"),
+        ({"bench": VLLM + " --request-rate 2 --burstiness 0"}, "it must be above 0"),
         ({"bench": VLLM, "clients": 4}, "`bench` says this"),
         ({"bench": VLLM.replace("1000", "1000000")}, "tokens, but the"),
     ],
