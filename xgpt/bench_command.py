@@ -64,7 +64,7 @@ def read_benchmark(command: str, workload: str | Workload | None = None, seed: i
     if rate is not None and math.isfinite(rate):
         shape = 1.0 if (named := _number(given, tool, "shape")) is None else named
         if not shape:
-            raise InputError("bench", "--burstiness 0", "it must be above 0")
+            raise InputError("bench", f"--{tool['shape']['flags'][0]} 0", "it must be above 0")
         drawn = ArrivalProcess.at(rate, variation_of(shape)).times(len(inputs), rng)
         times = drawn * (len(inputs) / rate / drawn[-1])
     elif clients is None and name == "aiperf profile":
