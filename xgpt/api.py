@@ -251,8 +251,8 @@ def compare(
     >>> import xgpt
     >>> found = xgpt.compare(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
     ...                      objective="saturated")
-    >>> list(found.relaxed)
-    [10.0, 12.0, 16.0, None]
+    >>> list(found.relaxed)  # factors on the bounds
+    [1.25, 1.5, 2.0, None]
 
     Args:
         latency_bound_s: see `plan`.
