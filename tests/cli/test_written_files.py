@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import run
 
 import click
 import pytest
@@ -185,3 +186,11 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     OutputFile(tmp_path / "c.json").write("text")
     with pytest.raises(InputError, match="xgpt did not write that file"):
         OutputFile(tmp_path / "c.json").write("other")
+
+
+def test_a_file_below_a_thousand_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = OutputFile(tmp_path / Path("a/" * 1_100) / "plan.json")
+    file.write("text")
+    assert file.path.read_text() == "text"
+    run(["rm", "-rf", tmp_path / "a"], check=True)  # shutil.rmtree calls itself for each directory

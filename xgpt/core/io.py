@@ -245,6 +245,13 @@ def file_sha256(path: Path) -> str | None:
         return None
 
 
+def make_parents(path: Path) -> None:
+    """Make the directories above a file; `Path.mkdir(parents=True)` calls itself for each, too deep for 1,000."""
+    for parent in reversed(path.parents):
+        if not parent.is_dir():
+            parent.mkdir(exist_ok=True)
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a text to a file atomically: at any time the file has all of the text or its old content.
 
@@ -252,7 +259,7 @@ def write_atomic(path: Path, text: str) -> None:
         MachineError: the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_parents(path)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -278,7 +285,7 @@ class StepLogWriter:
 
     def __init__(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_parents(path)
             self._file = path.open("ab")
             if path.is_file():  # not a pipe or a device
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

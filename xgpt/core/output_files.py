@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from xgpt.core.errors import InputError, MachineError, reason_of
-from xgpt.core.io import cache_dir, dump_json, write_atomic
+from xgpt.core.io import cache_dir, dump_json, make_parents, write_atomic
 from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.step_log import StepRecord
 
@@ -80,7 +80,7 @@ class OutputFile:
     def _create(self, target: Path, text: str) -> None:
         """Write a new file. On file systems with hard links, this never replaces a file that has just appeared."""
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_parents(target)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
                 whole = Path(directory) / target.name
                 whole.write_text(text, encoding="utf-8")

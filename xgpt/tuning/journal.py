@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from xgpt.core.errors import InputError, MachineError, reason_of
-from xgpt.core.io import cache_dir
+from xgpt.core.io import cache_dir, make_parents
 from xgpt.core.schema.tuning import TuneJournal, TuneRun
 
 
@@ -83,7 +83,7 @@ def _runs_in(path: Path, search: TuneJournal) -> list[TuneRun]:
 def alone() -> Iterator[None]:
     """Hold the lock of this machine's searches: two of them would disturb each other's measurements."""
     path = cache_dir() / "tune.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(path)
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
