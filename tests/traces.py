@@ -43,6 +43,7 @@ def aiperf(start_ns: int, input_: int, output: int | None) -> dict[str, object]:
 
 T = 1_759_813_207
 """Seconds since 1970."""
+TWO = ((0, 10, 2), (2, 30, 4))
 PUBLIC: dict[str, str] = {
     "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,10,2\n"
     "2023-11-16 18:17:05.9799600,30,4\n",
@@ -78,7 +79,7 @@ PUBLIC: dict[str, str] = {
         *(
             {"object": "response", "created_at": T + s, "input": "text",
              "usage": {"input_tokens": i, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": o}}
-            for s, i, o in ((0, 10, 2), (2, 30, 4))
+            for s, i, o in TWO
         )
     ),
     "spans.json": json.dumps(
@@ -118,9 +119,58 @@ PUBLIC: dict[str, str] = {
         {"benchmarks": [{"config": {"strategy": {"rate": 0.5}}, "requests": {
             "successful": [
                 {"request_id": "x", "output": "text", "request_start_time": T + s, "prompt_tokens": i,
-                 "output_tokens": o, "input_metrics": {"text_tokens": i}} for s, i, o in ((0, 10, 2), (2, 30, 4))],
+                 "output_tokens": o, "input_metrics": {"text_tokens": i}} for s, i, o in TWO],
             "errored": [{"prompt_tokens": 99}], "incomplete": []}}]}
     ),
+    "anthropic.jsonl": lines(
+        *(
+            {"created_at": f"2026-11-29T07:00:0{s}Z", "type": "message", "usage": {"input_tokens": i - 3,
+             "cache_read_input_tokens": 2, "cache_creation_input_tokens": 1, "output_tokens": o}} for s, i, o in TWO
+        )
+    ),
+    "anthropic.csv": "time_s,input_tokens,cache_read_input_tokens,output_tokens\n0,7,3,2\n2,30,0,4\n",
+    "bedrock.jsonl": lines(
+        *(
+            {"schemaType": "ModelInvocationLog", "timestamp": f"2026-11-29T07:00:0{s}Z",
+             "input": {"inputTokenCount": i - 3, "cacheReadInputTokenCount": 2, "cacheWriteInputTokenCount": 1},
+             "output": {"outputTokenCount": o}} for s, i, o in TWO
+        )
+    ),
+    "gemini.jsonl": lines(
+        *(
+            {"createTime": f"2026-11-29T07:00:0{s}Z", "usageMetadata": {"promptTokenCount": i,
+             "candidatesTokenCount": o - 1, "thoughtsTokenCount": 1}} for s, i, o in TWO
+        )
+    ),
+    "ollama.jsonl": lines(
+        *(
+            {"created_at": f"2026-11-29T07:00:0{s}.5Z", "done": True, "prompt_eval_count": i, "prompt_eval_duration": 5,
+             "eval_count": o, "eval_duration": 7} for s, i, o in TWO
+        )
+    ),
+    "llamacpp.jsonl": lines(
+        *({"created": T + s, "tokens_evaluated": i, "tokens_predicted": o, "timings": {}} for s, i, o in TWO)
+    ),
+    "sglang.jsonl": lines(
+        *({"prompt_tokens": i, "completion_tokens": o, "request_received_ts": T + s + 0.5} for s, i, o in TWO)
+    ),
+    "inference_perf.json": json.dumps(
+        [{"scheduled_time": 5.0 + s, "start_time": 5.01 + s, "end_time": 6.0 + s, "request": "{}", "error": None,
+          "info": {"input_tokens": i, "output_tokens": o, "output_token_times": [1.0]}} for s, i, o in TWO]
+    ),
+    "litellm.json": json.dumps(
+        [{"startTime": f"2026-11-29T07:00:0{s}Z", "prompt_tokens": i, "completion_tokens": o} for s, i, o in TWO]
+    ),
+    "openrouter.csv": "created_at,tokens_prompt,tokens_completion,tokens_reasoning\n2026-11-29 07:00:00.5,10,2,0\n"
+    "2026-11-29 07:00:02.5,30,4,0\n",
+    "blis.csv": "request_id,input_tokens,output_tokens,server_input_tokens,arrival_time_us,send_time_us,status\n"
+    "0,10,2,12,500000,500100,ok\n1,30,4,31,2500000,2500100,ok\n",
+    "phoenix.csv": "start_time,attributes.llm.token_count.prompt,attributes.llm.token_count.completion\n"
+    "2026-11-29T07:00:00Z,10,2\n2026-11-29T07:00:02Z,30,4\n",
+    "helicone.csv": "request_created_at,prompt_tokens,completion_tokens\n2026-11-29T07:00:00Z,10,2\n"
+    "2026-11-29T07:00:02Z,30,4\n",
+    "azure_gateway.csv": "TimeGenerated,PromptTokens,CompletionTokens\n2026-11-29T07:00:00Z,10,2\n"
+    "2026-11-29T07:00:02Z,30,4\n",
     "list.json": json.dumps([{"isl": 10, "osl": 2, "arrival_s": 1}, {"isl": 30, "osl": 4, "arrival_s": 3}]),
 }  # fmt: skip
 SAID: dict[str, list[str]] = {

@@ -34,6 +34,7 @@ class TraceFormat(Frozen):
 
 class TraceNames(Frozen):
     roles: dict[Role, tuple[str, ...]]
+    parts: dict[str, tuple[str, ...]]
     units: dict[str, Unit]
     formats: tuple[TraceFormat, ...]
     conversations: tuple[str, ...]

@@ -159,6 +159,10 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
         {role: columns[role] for role in OF_TURNS if role in columns} if {"session", "parent"} & set(columns) else {}
     )
     delay_name = header[of_turns["delay"]].strip() if "delay" in of_turns else ""
+    places = {name: position for position, name in enumerate(map(plain, header))}
+    beside = [
+        [places[part] for part in names().parts.get(plain(header[at]), ()) if part in places] for at in (input_, output)
+    ]
     for cells in _read(path, reader):
         if len(cells) != width:
             if not any(cell.strip() for cell in cells):
@@ -169,7 +173,10 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
             cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
         time = cells[timestamp].strip() or None if timestamp >= 0 else None
         failed = status >= 0 and _is_error(cells[status].strip())
-        lengths = cells[input_].strip(), cells[output].strip()
+        lengths = [
+            _with_parts(cells[at].strip(), [cells[part].strip() for part in parts])
+            for at, parts in zip((input_, output), beside, strict=True)
+        ]
         turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
         yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
 
@@ -264,9 +271,11 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 def _row(where: str, entry: Mapping[str, Any]) -> Row:
     found: dict[Role, tuple[int, str, object]] = {}
+    others: dict[str, object] = {}
     for name, value in _fields(entry):
         known = _roles().get(plain(name))
         if known is None or isinstance(value, dict | list):
+            others[plain(name)] = value
             continue
         role, rank = known
         if isinstance(value, str):
@@ -285,6 +294,10 @@ def _row(where: str, entry: Mapping[str, Any]) -> Row:
             if called is not None:
                 raise InputError(f"{where}, {role}", entry[called], "give its number of tokens")
             raise InputError(where, cut(json.dumps(entry), 80), f"it has no {role} length: name it {role}_length")
+    input_, output = (
+        _with_parts(value, [others.get(part) for part in names().parts.get(plain(name), ())])
+        for _, name, value in (found["input"], found["output"])
+    )
     time = found.get("timestamp")
     is_error = "status" in found and _is_error(found["status"][2])
     at = (None, "") if time is None else (time[2], time[1])
@@ -292,7 +305,14 @@ def _row(where: str, entry: Mapping[str, Any]) -> Row:
     delay_name = found["delay"][1] if "delay" in found else ""
     if not {"session", "parent"} & turn.keys():
         turn = {}
-    return Row(where, found["input"][2], found["output"][2], at[0], is_error, entry, at[1], turn, delay_name)
+    return Row(where, input_, output, at[0], is_error, entry, at[1], turn, delay_name)
+
+
+def _with_parts(value: object, parts: list[object]) -> object:
+    """Return a count with those added that belong to it. Anything but whole numbers is left for `_length` to refuse."""
+    if not parts or not re.fullmatch(r"\d{1,10}", str(value)):
+        return value
+    return int(str(value)) + sum(int(str(part)) for part in parts if re.fullmatch(r"\d{1,10}", str(part)))
 
 
 def _is_error(status: object) -> bool:
