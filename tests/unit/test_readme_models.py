@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.xgpt.checkpoints.test_planned import NOT_BUILT, PUBLISHED, official, spec_like
 from xgpt.checkpoints.files import ENCODER_DECODERS
 from xgpt.checkpoints.readers import OTHER_NAMES
-from xgpt.checkpoints.readers import READERS as READ
+from xgpt.checkpoints.readers import SHAPES as READ
 from xgpt.checkpoints.readers.planned import PLAIN
 from xrunner.models import FAMILIES as RUN
 

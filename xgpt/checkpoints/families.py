@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.checkpoints.fields import TABLES
-from xgpt.checkpoints.readers import READERS
+from xgpt.checkpoints.readers import SHAPES
 from xgpt.checkpoints.readers.planned import PLAIN
 from xgpt.core.errors import InputError
 
@@ -96,12 +96,12 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    return {*READERS, *PLAIN, *ALIASES}
+    return {*SHAPES, *PLAIN, *ALIASES}
 
 
 def _known(family: str) -> str | None:
     family = ALIASES.get(family, family)
-    return family if family in READERS or family in PLAIN else None
+    return family if family in SHAPES or family in PLAIN else None
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from xgpt.checkpoints.families import given_by_default, language_model, tower_of, tower_params
 from xgpt.checkpoints.fields import unsupported_fields
-from xgpt.checkpoints.readers import OTHER_NAMES, READERS, common
+from xgpt.checkpoints.readers import OTHER_NAMES, common, read
 from xgpt.checkpoints.readers.planned import PLAIN, planned
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
@@ -104,7 +104,7 @@ def spec_of(
     config = defaults | given
     unsupported = () if family in PLAIN else unsupported_fields(family, config)
     try:
-        fields = planned(family, given, defaults) if family in PLAIN else READERS[family](config)
+        fields = planned(family, given, defaults) if family in PLAIN else read(family, config)
         fields = common(config, generation, side) | fields
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)

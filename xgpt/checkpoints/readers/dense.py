@@ -1,59 +1,54 @@
-"""Read config.json of families with one feed-forward block in each layer."""
+"""Read config.json of the families that xgpt's own engine runs. `shapes` in families.yaml states what a family's models
+have that Llama's have not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from xgpt.checkpoints.fields import wrong
+from xgpt.checkpoints.fields import TABLES, wrong
 from xgpt.checkpoints.readers.common import activation, count, windows
-from xgpt.checkpoints.readers.rope import rope, rope_by_layer
+from xgpt.checkpoints.readers.experts import EXPERTS
+from xgpt.checkpoints.readers.renamed import renamed
+from xgpt.checkpoints.readers.rope import ANY, rope, rope_by_layer
 
+Config = dict[str, Any]
+SHAPES: dict[str, Config] = TABLES["shapes"]
 T5_CONTEXT = 2048
 """Context length that is used for T5, whose relative positions set no limit."""
 
 
-def _opt(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_size": config["ffn_dim"],
-        "activation": activation(config, "activation_function", "relu"),
-        "max_context": config["max_position_embeddings"],
-        "attention_bias": True,
-    }
+def read(family: str, config: Config) -> Config:
+    """Return the fields of `ModelSpec` for a family in `SHAPES`.
+
+    Raises:
+        InputError: a field has a value that xgpt does not support.
+        KeyError: a size is missing.
+    """
+    row = SHAPES[family]
+    config = row.get("defaults", {}) | config
+    if family in OTHER_SIZES:
+        return OTHER_SIZES[family](config)
+    config = renamed(family, config)
+    fields = _gated(config) | row.get("set", {})
+    if family.startswith("gemma"):
+        fields |= _gemma(config)
+    if (window := row.get("window")) is None:
+        _check_all_attend(config)
+    else:
+        pattern = "sliding_window_pattern"
+        every = count(config, pattern) if pattern in config else window.get("full_every")
+        fields |= windows(config, window.get("default"), every)
+    if family == "gemma3_text":
+        fields |= rope_by_layer(config, 1e6, 1e4)
+    else:
+        part = fields["head_dim"] if row.get("rotates_part") else None
+        fields |= rope(config, row.get("theta", 10000.0), kinds=tuple(row.get("rope", ANY)), head_dim=part)
+    return EXPERTS[family](config, fields) if family in EXPERTS else fields
 
 
-def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "n_embd"), count(config, "n_head")
-    return {
-        "num_layers": config["n_layer"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_size": 4 * hidden if config.get("n_inner") is None else config["n_inner"],
-        "activation": activation(config, "activation_function", "gelu_new"),
-        "max_context": config["n_positions"],
-        "attention_bias": True,
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-    }
-
-
-def _llama(config: dict[str, Any]) -> dict[str, Any]:
-    kinds = config.get("layer_types")
-    for kind in kinds if isinstance(kinds, list) else [kinds or "full_attention"]:
-        if kind != "full_attention":
-            raise wrong("layer_types", kind, "each layer must be 'full_attention'")
-    return gated(config) | rope(config)
-
-
-def gated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model with Llama's architecture, except rotary embeddings and windows."""
+def _gated(config: Config) -> Config:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     # Latent attention rotates only a part of a head.
@@ -77,15 +72,43 @@ def gated(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
-    return _llama(config) | {"attention_bias": True}
+def _check_all_attend(config: Config) -> None:
+    kinds = config.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else [kinds or "full_attention"]:
+        if kind != "full_attention":
+            raise wrong("layer_types", kind, "each layer must be 'full_attention'")
 
 
-def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    return _llama({"head_dim": 128} | config)
+def _gemma(config: Config) -> Config:
+    if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
+        raise wrong("use_bidirectional_attention", bidirectional, "only False is supported")
+    return {
+        "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "score_scale": count(config, "query_pre_attn_scalar") ** -0.5,
+        "score_softcap": config.get("attn_logit_softcapping"),
+        "logit_softcap": config.get("final_logit_softcapping"),
+    }
 
 
-def _t5(config: dict[str, Any]) -> dict[str, Any]:
+def _learned_positions(config: Config, names: Config) -> Config:
+    hidden, heads = count(config, names["hidden_size"]), count(config, names["num_attention_heads"])
+    ffn = config[names["intermediate_size"]]
+    return {
+        "num_layers": config[names["num_hidden_layers"]],
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_size": 4 * hidden if ffn is None else ffn,
+        "activation": activation(config, "activation_function", "gelu_new"),
+        "max_context": config[names["max_position_embeddings"]],
+        "attention_bias": True,
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _t5(config: Config) -> Config:
     hidden, heads = count(config, "d_model"), count(config, "num_heads")
     gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
     if gate not in ("", "gated"):
@@ -97,10 +120,9 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
         if config.get(field, value) != value:
             raise wrong(field, config[field], f"it must be {value!r}, as in feed_forward_proj")
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
+    decoders = config.get("num_decoder_layers")
     return {
-        "num_layers": config["num_layers"]
-        if config.get("num_decoder_layers") is None
-        else config["num_decoder_layers"],
+        "num_layers": config["num_layers"] if decoders is None else decoders,
         "num_encoder_layers": count(config, "num_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
@@ -117,57 +139,10 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mt5(config: dict[str, Any]) -> dict[str, Any]:
-    return _t5({"feed_forward_proj": "gated-gelu"} | config | {"scale_decoder_outputs": False})
-
-
-def _mistral(config: dict[str, Any]) -> dict[str, Any]:
-    return gated(config) | windows(config, 4096, None) | rope(config)
-
-
-def _phi3(config: dict[str, Any]) -> dict[str, Any]:
-    fields = gated({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096} | config)
-    turned = rope(
-        {"original_max_position_embeddings": 4096} | config, kinds=("default", "longrope"), head_dim=fields["head_dim"]
-    )
-    return fields | windows(config, None, None) | turned
-
-
-def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
-    if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
-        raise wrong("use_bidirectional_attention", bidirectional, "only False is supported")
-    fields = gated({"rms_norm_eps": 1e-6} | config)
-    return fields | {
-        "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "tie_embeddings": config.get("tie_word_embeddings", True),
-        "score_scale": count(config, "query_pre_attn_scalar") ** -0.5,
-        "score_softcap": config.get("attn_logit_softcapping"),
-        "logit_softcap": config.get("final_logit_softcapping"),
-    }
-
-
-def _gemma2(config: dict[str, Any]) -> dict[str, Any]:
-    config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | config
-    return _gemma(config) | windows(config, 4096, 2) | rope(config)
-
-
-def _gemma3_text(config: dict[str, Any]) -> dict[str, Any]:
-    config = {"max_position_embeddings": 131072} | config
-    pattern = count({"sliding_window_pattern": 6} | config, "sliding_window_pattern")
-    return _gemma(config) | windows(config, 4096, pattern) | rope_by_layer(config, 1e6, 1e4)
-
-
-DENSE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "opt": _opt,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+OTHER_SIZES: dict[str, Callable[[Config], Config]] = {
+    "gpt2": lambda config: _learned_positions(config, SHAPES["gpt2"]["names"]),
+    "opt": lambda config: _learned_positions(config, SHAPES["opt"]["names"]),
     "t5": _t5,
-    "mt5": _mt5,
-    "mistral": _mistral,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3_text,
+    "mt5": lambda config: _t5(config | {"scale_decoder_outputs": False}),
 }
+"""Families whose sizes have other names than Llama's."""

@@ -4,18 +4,19 @@ kinds of layers with their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TABLES, TRAINING, wrong
 from xgpt.checkpoints.readers.common import count
-from xgpt.checkpoints.readers.renamed import RENAMED
+from xgpt.checkpoints.readers.renamed import renamed
 from xgpt.core.schema import Attention, Block, Experts, Indexer, LatentAttention, Recurrent
 
 Config = dict[str, Any]
 
 SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 KDA = TABLES["delta"]
 """Families whose linear layers are Kimi Delta Attention."""
 PLAIN = frozenset[str](TABLES["planned"])
@@ -26,6 +27,12 @@ WITHOUT_EFFECT = frozenset[str](TABLES["without_effect"])
 """Sizes that change neither weights nor memory."""
 
 
+def _size(config: Config, role: str, default: Any = 0) -> Any:
+    """Return a size under the first name that config.json gives; of a list, the first layer's."""
+    found = next((config[name] for name in TABLES["sizes"][role] if config.get(name)), default)
+    return found[0] if isinstance(found, list) else found
+
+
 def planned(family: str, config: Config, defaults: Config) -> Config:
     """Return the fields of `ModelSpec` for a family in `PLAIN`.
 
@@ -34,7 +41,7 @@ def planned(family: str, config: Config, defaults: Config) -> Config:
         KeyError: a size is missing.
     """
     read = ReadFields(defaults | config)
-    fields = _fields(family, RENAMED.get(family, lambda given: given)(read))
+    fields = _fields(family, renamed(family, read))
     read.refuse_unread_sizes(family, config)
     return fields
 
@@ -57,7 +64,6 @@ def _fields(family: str, config: Config) -> Config:
     first = attentions[0]
     dense = tuple(layer for layer in range(number) if feeds[layer][1] is None)
     experts = next((block.experts for block in blocks if block.experts is not None), None)
-    longest = config.get("max_position_embeddings") or config.get("model_max_length")
     return {
         "num_layers": number,
         "hidden_size": hidden,
@@ -68,7 +74,7 @@ def _fields(family: str, config: Config) -> Config:
         "ffn_size": max(max(block.ffn_size for block in blocks), experts.ffn_size if experts else 0, 1),
         "gated_ffn": family not in UNGATED,
         "activation": "silu" if family not in UNGATED else "relu",
-        "max_context": longest,
+        "max_context": _size(config, "max_context", None),
         "tie_embeddings": config.get("tie_word_embeddings", family in TIED),
         "attention_bias": bool(config.get("attention_bias", False)),
         "experts": experts and experts.but(dense_layers=dense),
@@ -110,26 +116,31 @@ def _layer_types(family: str, config: Config, number: int) -> list[str]:
         if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
             raise wrong("layer_types", given, f"it must name a kind for each of {number} layers")
         return list(given)
-    if (every := config.get("full_attention_interval")) is not None:
-        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
-    if family == "qwen3_next" or family.startswith("qwen3_5"):
-        return ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(number)]
-    every = {"cohere2": 4, "olmo3": 4, "gemma4_text": 6, "afmoe": 4}.get(family)
-    every = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers", every))
-    if every and config.get("sliding_window"):
-        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
-    if family in ("starcoder2", "mellum", "ministral3") and config.get("sliding_window"):
-        return ["sliding_attention"] * number
-    return ["full_attention"] * number
+    row, kind, whole = TABLES["interleaved"].get(family, {}), "linear_attention", list[int]()
+    if (size := config.get("layer_group_size")) is not None:  # and all layers after the last whole group
+        whole = [i for i in range(number) if (i + 1) % size == 0 or i >= number // size * size]
+    elif (numbers := config.get("full_attn_layers")) is not None:
+        whole = [layer - 1 for layer in numbers]
+    else:
+        every = config.get("full_attention_interval")
+        if every is None:
+            kind = row.get("kind", "sliding_attention")
+            stated = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers"))
+            every = config.get("no_rope_layer_interval") or (row.get("every") if stated is None else stated or None)
+        if every is None or not config.get(WINDOWS.get(kind, "num_hidden_layers")):
+            return ["full_attention"] * number
+        first = row.get("first", every - 1)
+        whole = [i for i in range(number) if every and i % every == first]
+        if kind == "chunked_attention" and (turned := config.get("no_rope_layers")):
+            whole = [i for i in range(number) if not turned[i]]
+    return ["full_attention" if i in whole else kind for i in range(number)]
 
 
 def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     value_dim, has_values, keeps, slides = config.get("v_head_dim") or None, True, True, kind in SLIDING
-    window = config.get("sliding_window") or config.get("sliding_window_size")
-    if kind == "chunked_attention":
-        window = config.get("attention_chunk_size")
+    window = config.get("attention_chunk_size") if kind == "chunked_attention" else _size(config, "window", None)
     if slides and "swa_num_attention_heads" in config:
         heads, kv_heads = config["swa_num_attention_heads"], config["swa_num_key_value_heads"]
         head_dim, value_dim = config.get("swa_head_dim", head_dim), config.get("swa_v_head_dim", value_dim)
@@ -175,12 +186,11 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
         latent=latent,
         indexer=indexer,
         eight_bit_entry=eight_bit_entry,
-        is_gated=bool(config.get("attn_output_gate", family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")))
-        or family in ("afmoe", "muse_glimmer_text")
+        is_gated=bool(config.get("attn_output_gate", family in TABLES["gated_attention"]))
         or bool(config.get("mla_use_output_gate")),
         has_values=has_values,
         keeps=keeps,
-        other_params=OTHER_WEIGHTS.get(family, lambda config, heads: 0)(config, heads),
+        other_params=_other_weights(family, config, heads),
     )
 
 
@@ -231,15 +241,11 @@ def _mixed_streams(config: Config) -> int:
     return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
 
 
-OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
-    "glm5_next_text": lambda config, heads: _mixed_streams(config),
-    "gemma4_text": lambda config, heads: 2 * config["hidden_size"] * (config.get("hidden_size_per_layer_input") or 0),
-    "inkling_text": lambda config, heads: config["hidden_size"] * heads * (config.get("d_rel") or 0),
-    "laguna": lambda config, heads: config["hidden_size"] * heads if config.get("gating", True) else 0,
-    "step3p5": lambda config, heads: config["hidden_size"] * heads,
-    "bailing_hybrid": lambda config, heads: config["hidden_size"] * heads,
-}
-"""For each family, a function that returns the number of further attention weights, such as gates for each head."""
+def _other_weights(family: str, config: Config, heads: int) -> int:
+    """Return the number of further attention weights: gates of heads, relative positions, embeddings of a layer."""
+    of_heads = bool(family in TABLES["gated_heads"] and config.get("gating", True)) + (config.get("d_rel") or 0)
+    of_layer = 2 * (config.get("hidden_size_per_layer_input") or 0)
+    return int(config["hidden_size"] * (heads * of_heads + of_layer)) + _mixed_streams(config)
 
 
 def _recurrent(family: str, config: Config) -> Recurrent:
@@ -252,12 +258,9 @@ def _recurrent(family: str, config: Config) -> Recurrent:
             state_elements=hidden * width,
             state_bytes=2 * hidden * width,
         )
-    heads: int | None = config.get("mamba_num_heads") or config.get("mamba_n_heads")
-    if heads is not None:
-        inner = heads * count(config, "mamba_head_dim" if "mamba_head_dim" in config else "mamba_d_head")
-        states = count(config, "ssm_state_size" if "ssm_state_size" in config else "mamba_d_state")
-        groups = config.get("n_groups") or config.get("mamba_n_groups") or 1
-        width = config.get("conv_kernel") or config.get("mamba_d_conv") or 4
+    if heads := _size(config, "mamba_heads"):
+        inner, states = heads * _size(config, "mamba_head_dim"), _size(config, "mamba_states")
+        groups, width = _size(config, "mamba_groups", 1), _size(config, "mamba_width", 4)
         mixed = inner + 2 * groups * states
         return Recurrent(
             num_heads=heads,
@@ -267,7 +270,7 @@ def _recurrent(family: str, config: Config) -> Recurrent:
         )
     if family in KDA:
         heads, size = config["linear_num_heads"], config["linear_head_dim"]
-        inner, width = heads * size, config.get("linear_conv_kernel_dim", 4)
+        inner, width = heads * size, _size(config, "delta_width", 4)
         whole, narrow = hidden * inner, hidden * size + size * inner
         gates = 2 * whole if family == "bailing_hybrid" else narrow
         gates += 0 if family == "bailing_hybrid" else whole if config.get("linear_gate_is_whole") else narrow
@@ -323,10 +326,7 @@ def _searched_width(config: Config, block: Config) -> int:
 
 
 def _ffn_size(family: str, config: Config) -> int:
-    for name in ("dense_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"):
-        if config.get(name):
-            return int(config[name])
-    size = int(config.get("intermediate_size") or 0)
+    size = int(_size(config, "dense_size"))
     if family.startswith("lfm2") and config.get("block_auto_adjust_ff_dim"):
         width = int(config.get("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         multiple = config.get("block_multiple_of", 256)
@@ -337,32 +337,23 @@ def _ffn_size(family: str, config: Config) -> int:
 
 
 def _experts(family: str, config: Config) -> Experts | None:
-    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    number = next((config[name] for name in names if config.get(name)), 0)
+    number = _size(config, "experts")
     if not number or (family == "gemma4_text" and not config.get("enable_moe_block")):
         return None
-    chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-    active = next((config[name] for name in chosen if config.get(name)), 1)
-    active = active[0] if isinstance(active, list) else active
-    size = config.get("moe_intermediate_size") or config.get("expert_hidden_dim") or config["intermediate_size"]
-    size = size[0] if isinstance(size, list) else size
-    shared = 0
-    for name in ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"):
-        shared = shared or config.get(name) or 0
-    if config.get("moe_shared_expert_intermediate_size"):
-        shared = int(config["moe_shared_expert_intermediate_size"]) * int(config.get("n_shared_experts") or 1)
-    if not shared:
-        several: Any = config.get("n_shared_experts") or config.get("num_shared_experts") or 0
-        several = several or config.get("moe_num_shared_experts") or config.get("num_shared_expert") or 0
-        shared = size * (several[0] if isinstance(several, list) else several)
+    size = _size(config, "expert_size") or config["intermediate_size"]
+    several = _size(config, "shared_experts")
     if family == "llama4_text":
         shared = size
+    elif each := config.get("moe_shared_expert_intermediate_size"):
+        shared = int(each) * int(several or 1)
+    else:
+        shared = _size(config, "shared_size") or size * several
     return Experts(
         number=number,
-        active=min(active, number),
+        active=min(_size(config, "active_experts", 1), number),
         ffn_size=size,
         shared_ffn_size=shared,
-        latent_size=config.get("moe_latent_size") or config.get("routed_expert_hidden_size"),
+        latent_size=_size(config, "latent_size", None),
     )
 
 
@@ -381,7 +372,7 @@ def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
         return start <= layer <= end and (layer + 1) % config.get("moe_layer_interval", 1) == 0
     if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1):
         return False
-    return layer >= (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+    return bool(layer >= _size(config, "first_sparse"))
 
 
 class ReadFields(dict[str, Any]):

@@ -1,60 +1,31 @@
-"""Rename the size fields of families that use their own names, before the sizes of layers are read."""
+"""Give sizes and kinds of layers one name, whatever a family calls them. families.yaml has what a row can say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from xgpt.checkpoints.fields import wrong
+from xgpt.checkpoints.fields import TABLES, wrong
+from xgpt.checkpoints.readers.common import count
 
 Config = dict[str, Any]
 
 
-def _nemotron_h(config: Config) -> Config:
-    if pattern := config.get("hybrid_override_pattern"):
-        config["layers_block_type"] = [
-            {"M": "mamba", "E": "moe", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern
-        ]
-    config["num_hidden_layers"] = len(config["layers_block_type"])
-    return config
-
-
-def _mimo_v2(config: Config) -> Config:
-    if pattern := config.get("hybrid_layer_pattern"):
-        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    config.setdefault("swa_num_attention_heads", config["num_attention_heads"])
-    config.setdefault("swa_num_key_value_heads", 8)
-    return config
-
-
-def _kimi_linear(config: Config) -> Config:
-    if (linear := config.get("linear_attn_config")) is not None:
-        full, number = {layer - 1 for layer in linear["full_attn_layers"]}, config["num_hidden_layers"]
-        config["layer_types"] = ["full_attention" if i in full else "linear_attention" for i in range(number)]
-        config |= {"linear_num_heads": linear["num_heads"], "linear_head_dim": linear["head_dim"]}
-        config["linear_conv_kernel_dim"] = linear.get("short_conv_kernel_size", 4)
-        config["linear_gate_is_whole"] = linear.get("use_full_rank_gate", False)
-    return config
-
-
-def _glm5_next(config: Config) -> Config:
-    linear = config["linear_attn_config"]
-    config |= {"linear_num_heads": linear["num_heads"], "linear_head_dim": linear["head_dim"]}
-    config["linear_conv_kernel_dim"] = linear.get("short_conv_kernel_size", 4)
-    return config
-
-
-def _bailing_hybrid(config: Config) -> Config:
-    """Set the layer types. Full attention is in the last layer of every group, and in all layers after the last
-    complete group.
+def renamed(family: str, config: Config) -> Config:
+    """Return the config with sizes and kinds of layers under the names that the readers know. It may be changed in
+    place.
     """
-    number, size = config["num_hidden_layers"], config.get("layer_group_size")
-    if size and "layer_types" not in config:
-        config["layer_types"] = [
-            "full_attention" if (i + 1) % size == 0 or i >= number // size * size else "linear_attention"
-            for i in range(number)
-        ]
-    config["linear_conv_kernel_dim"] = config.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))
+    for name, sizes in TABLES["objects"].items():
+        if isinstance(inner := config.get(name), dict):
+            config |= {ours: inner[theirs] for theirs, ours in sizes.items() if theirs in inner}
+    if (rename := RENAMED.get(family)) is not None:
+        config = rename(config)
+    row = TABLES["coded_layers"].get(family)
+    if row is not None and isinstance(codes := config.get(row["field"]), str | list) and codes:
+        kinds, number = row["kinds"], config["num_hidden_layers"]
+        if unknown := [code for code in codes if code not in kinds]:
+            raise wrong(row["field"], unknown[0], f"it may contain only {', '.join(map(str, kinds))}")
+        config[row.get("as", "layer_types")] = [kinds[codes[layer % len(codes)]] for layer in range(number)]
     return config
 
 
@@ -67,17 +38,6 @@ def _lfm2(config: Config) -> Config:
     for name in ("conv_dim", "conv_dim_out"):
         if (width := config.get(name)) not in (None, config["hidden_size"]):
             raise wrong(name, width, f"it must equal hidden_size, which is {config['hidden_size']}")
-    return config
-
-
-def _llama4(config: Config) -> Config:
-    """Set the layer types. Layers with rotary embeddings attend within chunks, and the others to all tokens. By
-    default, every fourth layer has no rotary embeddings.
-    """
-    number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
-    if "layer_types" not in config and config.get("attention_chunk_size"):
-        rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(number)]
-        config["layer_types"] = ["chunked_attention" if rotating else "full_attention" for rotating in rotates]
     return config
 
 
@@ -103,25 +63,6 @@ def _glm_moe_dsa(config: Config) -> Config:
     return config
 
 
-def _exaone4(config: Config) -> Config:
-    """Set the layer types by repeating a pattern of letters: L for a sliding window, G for full attention."""
-    if isinstance(pattern := config.get("sliding_window_pattern"), str):
-        if not pattern or set(pattern) - set("LG"):
-            raise wrong("sliding_window_pattern", pattern, "it may contain only the letters L and G")
-        letters = [pattern[i % len(pattern)] for i in range(config["num_hidden_layers"])]
-        kinds = ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
-        config["layer_types"] = config.get("layer_types") or kinds
-    return config
-
-
-def _deepseek_v4(config: Config) -> Config:
-    number = config["num_hidden_layers"]
-    if (ratios := config.get("compress_ratios")) is not None:
-        names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-        config["layer_types"] = [names[ratio] for ratio in ratios[:number]]
-    return config
-
-
 def _falcon(config: Config) -> Config:
     heads = config["num_attention_heads"]
     if config.get("new_decoder_architecture"):
@@ -133,49 +74,76 @@ def _falcon(config: Config) -> Config:
     return config
 
 
+def _gpt_oss(config: Config) -> Config:
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        return config | {"rope_parameters": yarn}
+    return config
+
+
+def _minimax_m2(config: Config) -> Config:
+    if any(kind != 1 for kind in config.get("attn_type_list") or ()):
+        accepted = "xgpt supports only 1, attention to all tokens, in every layer"
+        raise wrong("attn_type_list", config["attn_type_list"], accepted)
+    if (rotary := config.get("rotary_dim")) is not None:
+        config["partial_rotary_factor"] = rotary / count(config, "head_dim")
+    return config
+
+
+def _deepseek(config: Config) -> Config:
+    turned, head_dim = config["qk_rope_head_dim"], config.get("head_dim")
+    is_v3 = config.get("topk_method", "noaux_tc") == "noaux_tc"
+    if is_v3 and head_dim is not None and (type(head_dim) is not int or head_dim != turned):
+        # transformers rotates head_dim dimensions
+        raise wrong("head_dim", head_dim, f"it must equal qk_rope_head_dim, which is {turned}")
+    whole = count(config, "qk_nope_head_dim") + count(config, "qk_rope_head_dim")
+    return config | {"head_dim": whole, "num_key_value_heads": count(config, "num_attention_heads")}
+
+
+def _nemotron_h(config: Config) -> Config:
+    config["num_hidden_layers"] = len(config.get("hybrid_override_pattern") or config["layers_block_type"])
+    return config
+
+
+def _mimo_v2(config: Config) -> Config:
+    config.setdefault("swa_num_attention_heads", config["num_attention_heads"])
+    config.setdefault("swa_num_key_value_heads", 8)
+    return config
+
+
 def _step3p5(config: Config) -> Config:
-    number, every = config["num_hidden_layers"], 4
-    if "layer_types" not in config and config.get("sliding_window"):
-        config["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(number)]
-    if "swa_num_attention_heads" not in config and config.get("num_sliding_attention_heads"):
-        config["swa_num_attention_heads"] = config["num_sliding_attention_heads"]
-        config["swa_num_key_value_heads"] = config["num_key_value_heads"]
+    if (heads := config.get("num_sliding_attention_heads")) and "swa_num_attention_heads" not in config:
+        config |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": config["num_key_value_heads"]}
     return config
 
 
 def _minimax_m3(config: Config) -> Config:
-    if (sparse := config.get("sparse_attention_config")) is not None:
-        config |= {
-            "index_n_heads": sparse.get("sparse_num_index_heads", sparse.get("index_n_heads", 4)),
-            "index_head_dim": sparse.get("sparse_index_dim", sparse.get("index_head_dim", 128)),
-            "index_topk": 2048,
-        }
-        frequency = sparse.get("sparse_attention_freq") or []
-        config["layer_types"] = [
-            "sparse_attention" if on else "full_attention_without_index" for on in frequency
-        ] or None
+    if config.get("sparse_attention_config") is not None:
+        config.setdefault("index_n_heads", 4)
+        config.setdefault("index_head_dim", 128)
+        config["index_topk"] = 2048
+        kinds = ["sparse_attention" if on else "full_attention" for on in config.get("sparse_attention_freq") or ()]
     elif config.get("index_topk_blocks"):
         config["index_topk"] = config["index_topk_blocks"] * config["index_block_size"]
         kinds = config.get("layer_types") or []
-        config["layer_types"] = [
-            "full_attention_without_index" if kind == "full_attention" else kind for kind in kinds
-        ] or None
+    else:
+        return config
+    without = {"full_attention": "full_attention_without_index"}
+    config["layer_types"] = [without.get(kind, kind) for kind in kinds] or None
     return config
 
 
 RENAMED: dict[str, Callable[[Config], Config]] = {
-    "bailing_hybrid": _bailing_hybrid,
-    "exaone4": _exaone4,
-    "glm5_next_text": _glm5_next,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
     "glm_moe_dsa": _glm_moe_dsa,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
-    "llama4_text": _llama4,
     "longcat_flash": _longcat_flash,
     "nemotron_h": _nemotron_h,
     "mimo_v2_flash": _mimo_v2,
-    "kimi_linear": _kimi_linear,
-    "deepseek_v4": _deepseek_v4,
     "falcon": _falcon,
     "step3p5": _step3p5,
     "minimax_m3_vl_text": _minimax_m3,
