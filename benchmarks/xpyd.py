@@ -3,18 +3,18 @@
     python -m benchmarks.xpyd [--only NUMBER ...] [--record]
 
 Every division of the devices into x prefill groups of p devices and y decode groups of d devices has an upper bound:
-full decode batches within TPOT, and the rate at which its prefill groups keep TTFT. The divisions with the highest
-bounds are simulated: one queue before the prefill groups, whose steps take one prompt or up to 8192 tokens, whichever
-serves more; then decode groups in turn. K/V moves in no time, so that xPyD is flattered. --record stores the rows;
-those of other problems stay.
+full decode batches within TPOT, and busy prefill groups. In order of these bounds, divisions are simulated until none
+can serve more: one queue before the prefill groups, whose steps take one prompt or up to 8192 tokens, whichever
+serves more; then decode groups in turn. K/V moves in no time, so that xPyD is flattered. The plan has no headroom, as
+xPyD has none. --record stores the rows; those of other problems stay.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.lib.results import store, stored, table, write
 from xgpt import plan
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Precision
+from xgpt.core.schema import Plan, Precision
 from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
@@ -32,10 +32,10 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import whole
 
-QUANTILE, NUM_REQUESTS, NUM_SIMULATED = 0.99, 3000, 4
-"""Share of requests that keep both bounds, requests of a simulation, and divisions that are simulated."""
-COLUMNS = ("model", "workload", "factors", "TTFT, TPOT, ms", "`xgpt plan`, requests/s", "xPyD, bound",
-           "xPyD, simulated", "1P1D replicas, simulated", "xPyD over 1P1D", "xPyD over `xgpt plan`")  # fmt: skip
+QUANTILE, NUM_REQUESTS = 0.99, 3000
+"""Share of requests that keep both bounds, and requests of a simulation."""
+COLUMNS = ("model", "workload", "factors", "TTFT, TPOT, ms", "`xgpt plan`, requests/s", "xPyD", "1P1D replicas",
+           "xPyD over 1P1D", "xPyD over `xgpt plan`")  # fmt: skip
 BUDGETS = (1, 8192)
 """Most prompt tokens of a prefill step, unless it has a single prompt."""
 MODELS = ("llama-3.1-8b", "qwen3-32b", "llama-3.1-70b", "gpt-oss-120b", "qwen3-30b-a3b")
@@ -162,6 +162,23 @@ class Case:
         each_s = min(float(self.prefill_s(split.p).mean()), float((together / tokens).min() * self.inputs.mean()))
         return min(split.x / each_s, split.y * decoding)
 
+    def best(self, copies: Mapping[Split, int], ttft_s: float, tpot_s: float) -> tuple[float, Split]:
+        """Return the highest rate that keeps the bounds, and its division.
+
+        The division with the highest bound is simulated next: without a bound on TPOT, then with it.
+
+        Args:
+            copies: for each division, how many of it serve.
+        """
+        queue = [(-num * self.bound(split, ttft_s, tpot_s), 0, split) for split, num in copies.items()]
+        heapify(queue)
+        while True:
+            most, known, split = queue[0]
+            if known == 2:
+                return -most, split
+            num, bound_s = copies[split], (np.inf, tpot_s)[known]
+            heapreplace(queue, (-num * self.simulated(split, ttft_s, bound_s, -most / num), known + 1, split))
+
     def simulated(self, split: Split, ttft_s: float, tpot_s: float, most: float) -> float:
         """Return the highest rate up to `most` that keeps the bounds, within 0.5%."""
 
@@ -185,31 +202,30 @@ class Case:
 
 
 def solved(case: Case, name: str, workload: str, factors: tuple[float, float]) -> tuple[str, ...]:
-    """Return the bounds in milliseconds, the plan's rate, xPyD's bound and simulated rate, and their ratio."""
+    """Return the bounds in milliseconds, the rates of the plan, of xPyD and of 1P1D, and the ratios."""
     longest_s, token_s = float(np.quantile(case.prefill_s(8), QUANTILE)), float(case.decode_s(8)[1][0])
     ttft_s, tpot_s = round(factors[0] * longest_s, 3), round(factors[1] * token_s, 4)
-    bounds = {split: case.bound(split, ttft_s, tpot_s) for split in case.splits()}
-    bounds = {split: case.simulated(split, ttft_s, np.inf, bound) for split, bound in bounds.items()}
-    ranked = sorted(bounds, key=lambda split: -bounds[split])
-    rates = {split: case.simulated(split, ttft_s, tpot_s, bounds[split]) for split in ranked[:NUM_SIMULATED]}
-    best = max(rates, key=lambda split: rates[split])
-    alike = {Split(1, split.p, 1, split.d) for split in bounds}
-    one_s = {}
-    for pair in alike:
-        replicas = case.cluster.num_devices // (pair.p + pair.d)
-        rate = case.simulated(pair, ttft_s, np.inf, case.bound(pair, ttft_s, tpot_s))
-        one_s[pair] = replicas * case.simulated(pair, ttft_s, tpot_s, rate)
-    one = max(one_s, key=lambda pair: one_s[pair])
+    most, best = case.best(dict.fromkeys(case.splits(), 1), ttft_s, tpot_s)
+    devices, pairs = case.cluster.num_devices, {Split(1, split.p, 1, split.d) for split in case.splits()}
+    alike = {pair: devices // (pair.p + pair.d) for pair in pairs}
+    pairs_most, pair = case.best(alike, ttft_s, tpot_s)
     given = {"model": name, "cluster": CLUSTERS[name], "workload": workload}
     try:
-        ours = plan(**given, latency_bound_s=None, ttft_s=ttft_s, tpot_s=tpot_s)
-        rate, kind = ours.estimate.capacity.rate_per_s, ours.policy.kind
+        ours = plan(**given, latency_bound_s=None, ttft_s=ttft_s, tpot_s=tpot_s, headroom=0.0)
+        rate, shape = ours.estimate.capacity.rate_per_s, shape_of(ours)
     except InfeasibleError:
-        rate, kind = 0.0, "none"
-    over = ["-" if not other else f"{rates[best] / other:.2f}" for other in (one_s[one], rate)]
-    return (f"{1e3 * ttft_s:.0f}, {1e3 * tpot_s:.1f}", f"{rate:.2f}, {kind}",
-            f"{bounds[ranked[0]]:.2f}, {ranked[0]}", f"{rates[best]:.2f}, {best}",
-            f"{one_s[one]:.2f}, {case.cluster.num_devices // (one.p + one.d)} of {one}", *over)  # fmt: skip
+        rate, shape = 0.0, "none"
+    over = ["-" if not other else f"{most / other:.2f}" for other in (pairs_most, rate)]
+    return (f"{1e3 * ttft_s:.0f}, {1e3 * tpot_s:.1f}", f"{rate:.2f}, {shape}", f"{most:.2f}, {best}",
+            f"{pairs_most:.2f}, {alike[pair]} of {pair}", *over)  # fmt: skip
+
+
+def shape_of(found: Plan) -> str:
+    """Return the policy, and the degrees of the stages of each lane; replicas before them."""
+    lanes: dict[str, list[str]] = {}
+    for stage in found.stages:
+        lanes.setdefault(stage.lane, []).append(str(stage.tp))
+    return f"{found.policy.kind} {found.replicas} of {' + '.join(','.join(tps) for tps in lanes.values())}"
 
 
 def main() -> None:

@@ -68,24 +68,20 @@ COLUMNS = (
     "what",
     "paper",
     "ours",
-    "ours / paper",
     "holds if",
     "holds",
-    "assumption that decides",
+    "what decides",
 )
 PAPERS = {"exegpt": ("exegpt",), "orca": ("orca", "periflow"), "tcb": ("tcb",)}
 """Results of the page, and the first words of their parts' names."""
 
 
 def rows_of(claims: Iterable[Claim]) -> list[list[str]]:
-    """Return the cells of rows. An assumption that a row shares with the previous one is not repeated."""
+    """Return the cells of rows. What a row shares with the previous one is not repeated."""
     rows, last = [], ""
     for one in claims:
-        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         why = "as above" if one.why and one.why == last else one.why
-        rows.append(
-            [one.source, one.what, one.paper, one.ours, ratio, one.held_if, "yes" if one.holds else "**no**", why]
-        )
+        rows.append([one.source, one.what, one.paper, one.ours, one.held_if, "yes" if one.holds else "**no**", why])
         last = one.why
     return rows
 

@@ -12,16 +12,13 @@ class Claim:
     Attributes:
         source: the paper, and the table, figure or section.
         paper, ours: both values, in words.
-        ratio: xgpt's value divided by the paper's, or None if they are not single numbers.
-        why: if the claim does not hold, the decisive assumption and the value at which the claim would hold. If it
-            holds, what a reader must know.
+        why: what decides, as a noun, and, if the claim does not hold, the value at which it would.
     """
 
     source: str
     what: str
     paper: str
     ours: str
-    ratio: float | None
     held_if: str
     holds: bool
     why: str = ""
@@ -45,7 +42,6 @@ def within(source: str, what: str, paper: float, ours: float, tolerance: float, 
         what,
         f"{paper:g}{space}{unit}",
         f"{ours:.3g}{space}{unit}",
-        float(ours / paper),
         f"±{100 * tolerance:g}%",
         bool(abs(ours / paper - 1) <= tolerance),
         why,
@@ -57,8 +53,8 @@ def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: 
     held_if = f"at least {paper:.3g}{space}{unit}"
     shown = f"{ours:.3g}{space}{unit}"
     holds = bool(ours >= paper * (1 - 1e-9))
-    return Claim(source, what, f"{paper:g}{space}{unit}", shown, float(ours / paper), held_if, holds, why)
+    return Claim(source, what, f"{paper:g}{space}{unit}", shown, held_if, holds, why)
 
 
 def judged(source: str, what: str, paper: str, ours: str, held_if: str, holds: bool, why: str = "") -> Claim:
-    return Claim(source, what, paper, ours, None, held_if, bool(holds), why)
+    return Claim(source, what, paper, ours, held_if, bool(holds), why)

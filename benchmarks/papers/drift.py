@@ -57,14 +57,12 @@ def figure_11() -> Iterator[Found]:
         for sla, paper, margin, capped in zip("ab", papers, grown, kept, strict=True):
             yield judged(
                 "ExeGPT Fig. 11",
-                f"necessary tightening of the bound for output lengths with {name}, {TASK}, WAA, SLA ({sla})",
+                f"WAA, task T, outputs' {name}: tightening of the bound, SLA ({sla})",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
-                "the number of requests in decode: in this row it grows with the mean output, as in the paper's B_D = "
-                "B_E S_D. `xgpt serve` limits this number, which costs throughput; the bound must then be tightened by "
-                f"{capped:.0f}%",
+                f"{capped:.0f}% where requests in decode are limited, as by `xgpt serve`",
             )
     yield Table(
         "ExeGPT Figure 11: WAA planned for other lengths",
@@ -120,19 +118,17 @@ def drift_of_rra() -> Iterator[Claim]:
         off = {quantile: _off(factors, bound_s) for quantile, bound_s in bounds.items()}
         throughput, latency = off[0.3]
         names = {quantile: "no bound" if quantile is None else f"{quantile:.0%}" for quantile in off}
-        shown = "; ".join(f"{names[key]}: {more:.0f}%, {longer:.0f}%" for key, (more, longer) in off.items())
         kept = {key: more <= most_throughput + 5 and longer <= most_latency + 5 for key, (more, longer) in off.items()}
-        holding = [names[key] for key, is_kept in kept.items() if is_kept]
+        holding = [f"{names[key]} ({off[key][0]:.0f}%, {off[key][1]:.0f}%)" for key in off if kept[key]]
         yield judged(
             "ExeGPT 7.6",
-            f"RRA, {TASK}, output lengths with {name}: largest differences in throughput and latency between the "
-            "unchanged schedule and the schedule for these lengths",
+            f"RRA, task T, outputs' {name}: most that the kept schedule is off the best in throughput, latency",
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
             kept[0.3],
-            "how steeply throughput rises with latency near the bound. By the quantile of FT's latencies that is the "
-            f"bound: {shown}; the row holds at {', '.join(holding) or 'none of them'}",
+            "how steeply throughput rises with latency at the bound, the 30% quantile of FT's latencies; holds at "
+            f"{', '.join(holding) or 'none tried'}",
         )
 
 

@@ -89,11 +89,7 @@ def figures_6_and_8() -> Iterator[Found]:
         over = _known([_over(row, only=only) for row in group])
         alike = _known([_over(row, at_quantile=True, only=only) for row in group])
         static = _mean(_known([row.over_static for row in group]))
-        why = (
-            "the output length for which FT must keep the bound: the longest one, as in the paper's 7.1. With the "
-            f"99th percentile, as for all other systems, the ratio is {_mean(alike):.2f}x; over static batches at "
-            f"their best placement, it is {static:.2f}x"
-        )
+        why = f"{_mean(alike):.2f}x if FT keeps the bound at p99's length; {static:.2f}x over the best static batches"
         yield within(source, what, paper, _mean(over), 0.35, "x", why)
     for source, what, paper, group, only in (
         ("ExeGPT 7.3", "over FT, largest ratio of small and mid models", 5.4, small, None),
@@ -103,14 +99,11 @@ def figures_6_and_8() -> Iterator[Found]:
         top = max(known, key=lambda row: _over(row, only=only) or 0.0)
         alike = max(_known([_over(row, at_quantile=True, only=only) for row in group]))
         where = f"{top.model} on {top.cluster}, {top.workload}, {_bound(top)}"
-        why = (
-            f"{where}: the largest ratio occurs where FT's smallest batches just keep the bound for their longest "
-            f"output; with the 99th percentile's length the largest ratio is {alike:.2f}x"
-        )
+        why = f"{where}; {alike:.2f}x if FT keeps the bound at p99's length"
         yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
     all_over = [*(_over(row) for row in small), *(_over(row, only="rra") for row in large)]
     what = "over FT, mean of all scenarios of both figures"
-    yield within("ExeGPT abstract", what, 2.9, _mean(_known(all_over)), 0.35, "x", "FT's bound, as in the rows above")
+    yield within("ExeGPT abstract", what, 2.9, _mean(_known(all_over)), 0.35, "x")
     yield from _at_the_highest_gain()
     yield from _memory_of_two_copies()
     yield from _cost_of_scheduling([*small, *large])
@@ -141,27 +134,17 @@ def _at_the_highest_gain() -> Iterator[Claim]:
     over, most, batches = row.over_ft or 0.0, 5.4, 4 * np.arange(1, len(ft.throughput) + 1)
     size = batches[ft.longest <= STATED_BOUND_S][-1]
     fewer = batches[ft.throughput <= row.throughput_rps / (0.6 * most)][-1]
-    bounded = (
-        f"the size of FT's batches: here {size}, the largest that keep the bound for the longest output; the row holds "
-        f"with {fewer} or fewer"
-    )
+    bounded = f"the size of FT's batches within the bound: here {size} requests; holds with {fewer} or fewer"
     largest = int(batches[ft.throughput.argmax()])
-    as_slow = int(batches[np.abs(ft.latency - 47).argmin()])
+    alike = batches[np.abs(ft.latency / 47 - 1) <= 0.15]
     unbounded = (
-        f"the size of FT's largest batch: here {largest} requests, which fit beside the weights in nine tenths of "
-        f"memory, each with K/V for its longest output; a batch of {as_slow} takes 47 s"
+        f"the size of FT's largest batch: here {largest} requests fit into memory; holds with {alike[0]} to {alike[-1]}"
     )
-    at_bound = (
-        "how close the best setting's latency is to the bound. The more steeply throughput rises with "
-        "latency, the closer it is"
-    )
-    yield within("ExeGPT 7.3", f"{where}: latency", 7.8, row.latency_s, 0.15, "s", at_bound)
+    yield within("ExeGPT 7.3", f"{where}: latency", 7.8, row.latency_s, 0.15, "s")
     yield within("ExeGPT 7.3", f"{where}: over FT", most, over, 0.4, "x", bounded)
     yield within("ExeGPT 7.3", "gpt3-39b, summarization, no bound: FT's latency", 47, slowest, 0.15, "s", unbounded)
     better = slowest / row.latency_s
-    yield within(
-        "ExeGPT 7.3", f"{where}: FT's latency without a bound, divided by ours", 6, better, 0.3, "x", unbounded
-    )
+    yield within("ExeGPT 7.3", f"{where}: FT's latency without a bound over ours", 6, better, 0.3, "x")
 
 
 def _memory_of_two_copies() -> Iterator[Claim]:
@@ -178,9 +161,8 @@ def _memory_of_two_copies() -> Iterator[Claim]:
             "runs out of memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
             "WAA runs out of memory",
             plan is None,
-            "the memory that buffers and the K/V of the smallest batch take. Two copies of the weights, divided "
-            f"evenly, take {weights / 1e9:.0f} of {device / 1e9:.0f} GB on each device; the row holds if buffers and "
-            f"K/V take more than {1 - weights / device:.0%} of the memory",
+            f"memory beside the weights, whose two copies take {weights / 1e9:.0f} of {device / 1e9:.0f} GB a device; "
+            f"holds if buffers and K/V take over {1 - weights / device:.0%}",
         )
 
 
@@ -191,12 +173,11 @@ def _cost_of_scheduling(rows: Sequence[Row]) -> Iterator[Claim]:
     times = min(row.space_size / row.evaluations for row in rows if row.evaluations)
     yield judged(
         "ExeGPT 7.7",
-        "exhaustive search relative to branch and bound, at least",
-        "60x (five hours, five minutes)",
-        f"{times:.0f}x as many settings",
+        "exhaustive search over branch and bound, least",
+        "60x (5 hours, 5 minutes)",
+        f"{times:.0f}x the settings",
         "at least 60x",
         times >= 60,
-        "the settings that an exhaustive search examines: here only those that fit in memory, on different placements",
     )
 
 
@@ -235,17 +216,15 @@ def figure_7() -> Iterator[Found]:
         ratios = {slower_s: [_best_rps(case, policy, slower_s) / case.ft for case in cases] for slower_s in LOOPS_S}
         below = {slower_s: sum(ratio < 1 for ratio in found) for slower_s, found in ratios.items()}
         holds_at = next((slower_s for slower_s, num in below.items() if num == len(cases)), None)
-        at = "at none of them" if holds_at is None else f"from {1e3 * holds_at:g} ms"
-        shown = ", ".join(f"{1e3 * slower_s:.0f} ms: {num}" for slower_s, num in below.items())
+        at = "at none tried" if holds_at is None else f"from {1e3 * holds_at:g} ms more"
         yield judged(
             "ExeGPT Fig. 7",
-            f"FT above {system} ({steps}), OPT-13B",
+            f"FT above {system} ({steps})",
             "everywhere",
-            f"in {below[0.0]} of {len(cases)}; {system} {np.mean(ratios[0.0]):.2f}x FT on average",
+            f"in {below[0.0]} of {len(cases)}; {system} {np.mean(ratios[0.0]):.2f}x FT",
             "everywhere",
             below[0.0] == len(cases),
-            f"the time of {system}'s steps beyond FT's: here none. FT is above {system} with steps longer by "
-            f"{shown} of {len(cases)}; the row holds {at}",
+            f"the time of {system}'s steps beyond FT's, here none; holds {at}",
         )
         rows += [
             (case.task, "no bound" if case.bound_s is None else f"{case.bound_s:.1f} s", system, f"{ratio:.2f}")
@@ -299,14 +278,13 @@ def figure_9() -> Iterator[Claim]:
         share = 100 * weights / memory
         yield judged(
             "ExeGPT Fig. 9",
-            f"WAA's extra memory for weights compared with FT, as a share of all memory: {model}, no bound",
+            f"WAA's second copy of weights, as a share of all memory: {model}",
             f"{paper}%",
             f"{share:.1f}%",
             "within 5 points",
             abs(share - paper) <= 5,
-            "the memory of which the paper's figure is a share. A second copy is 100% of the first, so the figure is "
-            f"taken as a share of all memory, here of the {memory / 1e9:.0f} GB that may be used; the second copy is "
-            f"{paper}% of {weights / 1e7 / paper:.0f} GB",
+            f"the memory of which it is a share (unstated): here the usable {memory / 1e9:.0f} GB; {paper}% of "
+            f"{weights / 1e7 / paper:.0f} GB",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
         scheduler = Scheduler(subject)
@@ -326,31 +304,20 @@ def figure_10() -> Iterator[Found]:
     """Plan on a tenth of a trace's lengths, run on all of them."""
     found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
     here = found[LONGEST_OUTPUTS[0]]
-    others = "; ".join(
-        f"with {longest}, the ratio is {np.mean(figures.over):.1f}x on average and {max(figures.over):.1f}x at most"
-        for longest, figures in found.items()
-        if figures is not here
-    )
-    why = (
-        "the longest output: FT's batches wait for it and must keep the bound for it (the paper attributes its gain "
-        f"to this long tail). Here it has {LONGEST_OUTPUTS[0]} tokens, in a context of "
-        f"{CONTEXT}, and lengths are from Azure's traces, not from WMT, Alpaca and CNN; {others}. If FT must "
-        "keep the bound only for the 99th "
-        f"percentile's length, the ratio is {np.mean(here.over_at_quantile):.1f}x on average and "
-        f"{max(here.over_at_quantile):.1f}x at most"
-    )
-    yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(here.over)), 0.35, "x", why)
-    yield within("ExeGPT Fig. 10", "over FT on real lengths, largest ratio", 8.7, max(here.over), 0.4, "x", why)
+    mean, most = float(np.mean(here.over)), max(here.over)
+    at_quantile = f"{np.mean(here.over_at_quantile):.1f}x if FT keeps the bound at p99's length"
+    others = ", ".join(f"{longest}: {max(figures.over):.1f}x" for longest, figures in found.items())
+    longest = f"the longest output, for which FT waits, here {LONGEST_OUTPUTS[0]} tokens (the paper's is unstated): "
+    yield within("ExeGPT Fig. 10", "over FT on Azure's lengths, mean", 4.4, mean, 0.35, "x", at_quantile)
+    yield within("ExeGPT Fig. 10", "over FT on Azure's lengths, most", 8.7, most, 0.4, "x", longest + others)
     yield judged(
         "ExeGPT Fig. 10",
-        f"number of bounds that are kept if plans are made from {NUM_PLANNED} lengths and run on all lengths",
+        f"bounds that plans from {NUM_PLANNED} lengths keep on all lengths",
         "all",
         f"{sum(share <= 1 for share in here.of_bound)} of {len(here.of_bound)}",
         "all",
         max(here.of_bound) <= 1,
-        "the headroom of plans, which is zero here: for lengths that a plan was not made from, a request of the "
-        f"quantile's length takes up to {max(here.of_bound):.3f} times its bound; the row holds if plans have this "
-        "much headroom",
+        f"the plans' headroom, here none; holds with {max(here.of_bound) - 1:.1%}, by which a latency passes its bound",
     )
     columns = ("model", "trace", "bound", "FT", "RRA or WAA")
     yield Table("ExeGPT Figure 10: requests a second on real lengths", columns, tuple(here.cells))

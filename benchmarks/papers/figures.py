@@ -10,17 +10,9 @@ from tools import svg
 
 NUMBER = re.compile(r"[-+]?([0-9.]+) ?(%|x|s|req/s|GB|stages|minutes)?$")
 SHORTER = (
-    ("necessary tightening of the bound for output lengths with ", "tighter bound, "),
-    (", opt-13b on a40x4, translation, WAA", ""),
-    ("WAA's extra memory for weights compared with FT, as a share of all memory:", "WAA's second copy of weights:"),
-    (", no bound", ""),
-    (
-        ", rate at which a request takes twice as long per token as when it runs alone ",
-        " at twice a lone request's time ",
-    ),
-    ("engines without schedulers, ", ""),
-    (", served by xgpt (measured)", ", measured"),
-    (", where both have too few requests to batch", ""),
+    (", as a share of all memory", ""),
+    (", rate at twice a lone request's time per token", " at twice a lone request's time"),
+    ("engines alone, ", ""),
 )
 """What labels of a picture leave out of a row's description."""
 TASKS = {"summarization": "S", "translation": "T", "code-generation": "G", "chat-short": "C1", "chat-long": "C2"}

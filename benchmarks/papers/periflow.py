@@ -29,19 +29,19 @@ def claims() -> Iterator[Found]:
     wasted = 1 - batches.sum() / (8 * longest.sum())
     yield judged(
         "PeriFlow",
-        "share of a batch's computation for requests that have ended, batches of 8",
-        "some; none with iteration-level scheduling",
+        "share of a batch of 8 computed for ended requests; in ORCA",
+        "some; none",
         f"{100 * wasted:.0f}%; 0%",
-        "above 0; 0 with iteration-level scheduling",
+        "above 0; 0",
         wasted > 0,
     )
     late = float(((longest - batches) / batches).mean())
     yield judged(
         "PeriFlow",
-        "time that a finished request waits for its batch, relative to its own length",
-        "cannot return promptly; returns at once with iteration-level scheduling",
-        f"{late:.1f} times its own tokens on average; 0",
-        "above 0; 0 with iteration-level scheduling",
+        "wait of an ended request for its batch, over its own length; in ORCA",
+        "some; none",
+        f"{late:.1f}x; 0",
+        "above 0; 0",
         late > 0,
     )
     demand = orca.draw(workload, RATE)
@@ -52,9 +52,9 @@ def claims() -> Iterator[Found]:
     wait_orca = orca.seconds_a_token(orca.lane_cost(orca.problem_of(orca.MODEL, workload)))
     yield judged(
         "PeriFlow",
-        f"time that a new request waits at {RATE:g} req/s: for the end of the running batch; for the next iteration",
-        "for the whole batch; for an iteration",
-        f"{wait_ft:.1f} s on average; {wait_orca:.3f} s",
-        "the first above the second",
+        f"wait of a new request at {RATE:g} req/s; in ORCA",
+        "a batch; an iteration",
+        f"{wait_ft:.1f} s; {wait_orca:.3f} s",
+        "first above second",
         wait_ft > wait_orca,
     )
