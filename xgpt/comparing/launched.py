@@ -28,9 +28,10 @@ Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
 NONE_SET: Mapping[str, str] = MappingProxyType({})
-ARITHMETIC = re.compile(r"\$\(\(([\w\s$+*/%(){}-]{1,100})\)\)")
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+ARITHMETIC = re.compile(r"\$\(\(([\w\s$+*/%(){}<>=?:-]{1,100})\)\)")
+OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge, ast.LtE: operator.le,
 }  # fmt: skip
 MOST_LINES = 100
 """Largest number of lines of a quoted text in a command."""
@@ -411,10 +412,11 @@ def _with_values(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str:
-    """Replace sums and products of known numbers, such as $((NODES * 8)), by their results."""
+    """Replace sums, products and choices of known numbers, such as $((NODES * 8)), by their results."""
 
     def value(match: re.Match[str]) -> str:
         given = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1])
+        given = re.sub(r"^([^?]+)\?([^:]+):(.+)$", r"(\2) if (\1) else (\3)", given.strip())
         try:
             return str(_number(ast.parse(given.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
@@ -428,6 +430,10 @@ def _number(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+        return OPERATORS[type(node.ops[0])](_number(node.left), _number(node.comparators[0]))
+    if isinstance(node, ast.IfExp):
+        return _number(node.body if _number(node.test) else node.orelse)
     raise ValueError("not a sum or product of numbers")
 
 

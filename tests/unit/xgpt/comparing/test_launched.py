@@ -452,6 +452,8 @@ def test_values_between_no_quotes_and_arrays_are_several_words(script: str) -> N
     [
         ("N=3\nvllm serve m --max-num-seqs $((N * 20 + 4))", {}),
         ("vllm serve m --max-num-seqs $((CONC / 2))", {"CONC": "128"}),
+        ('N="$(( CONC * 2 > 8 ? CONC * 2 : 8 ))"\nvllm serve m --max-num-seqs "$N"', {"CONC": "32"}),
+        ("vllm serve m --max-num-seqs $((CONC > 64 ? CONC : 64))", {"CONC": "4"}),
     ],
 )
 def test_sums_and_products_of_numbers_are_computed(script: str, variables: dict[str, str]) -> None:
