@@ -101,12 +101,16 @@ def victim_of(server: Served, name: str) -> int:
 
 
 def start_ray(*words: str) -> subprocess.Popen[str]:
-    node = subprocess.Popen([*START, *words], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
-    assert node.stdout is not None
-    for line in node.stdout:
-        if "Ray runtime started" in line:
-            break
-    return node
+    """Start a node, again and again until it runs, as a supervisor does."""
+    end_s = time.monotonic() + WITHIN_S
+    while True:
+        node = subprocess.Popen([*START, *words], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+        assert node.stdout is not None
+        if any("Ray runtime started" in line for line in node.stdout):
+            return node
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"ray start {' '.join(words)} does not start a node")
+        time.sleep(1)
 
 
 class RayNodes:
@@ -135,11 +139,10 @@ class RayNodes:
             os.kill(actors[0], signal.SIGKILL)
             return
         os.kill(children["gcs_server" if victim == "head" else "raylet"], signal.SIGKILL)
-        node.wait(WITHIN_S)
+        end(node, children)
         if victim == "head":
+            end(self._second, {program_of(pid): pid for pid in children_of(self._second.pid)})
             self._head = self._start_head()
-            self._second.terminate()
-            self._second.wait(WITHIN_S)
         self._second = self._start_second()
 
     def close(self) -> None:
@@ -147,6 +150,17 @@ class RayNodes:
             node.terminate()
             with suppress(subprocess.TimeoutExpired):
                 node.wait(30)
+
+
+def end(node: subprocess.Popen[str], children: dict[str, int]) -> None:
+    """Wait until a node that lost a process has ended, with all of its processes."""
+    node.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        node.wait(10)
+    for pid in (node.pid, *children.values()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.wait(WITHIN_S)
 
 
 def title_of(pid: int) -> bytes:
