@@ -104,6 +104,7 @@ def test_a_log_does_not_ask_for_fewer_devices_than_one(xgpt: Xgpt) -> None:
     assert "Your load: 2" in text and "Devices" not in text
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_simulations")
 def test_a_plan_says_what_its_order_of_admission_lacks_in_simulation(xgpt: Xgpt) -> None:
     figures, few = {}, ("--fix", "max_batch=16")

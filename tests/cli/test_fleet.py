@@ -105,12 +105,16 @@ def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
     Path("untimed.csv").write_text("input,output\n10,10\n")
     asked = ("fleet", *ASKED, "--trace")
     assert "need their times" in xgpt.fails(2, *asked, "untimed.csv")
-    assert "1 and 1 devices cannot serve the peak" in xgpt.fails(
-        1, *asked, str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
-    )
     assert "write N, or CLUSTER=N" in xgpt.fails(2, *asked, str(day), "--devices", "x")
     assert "it is not a cluster of --among" in xgpt.fails(
         2, *asked, str(day), "--among", "h100x8=2.9", "--devices", "a40x4=3"
+    )
+
+
+@pytest.mark.long
+def test_what_no_fleet_keeps_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
+    assert "1 and 1 devices cannot serve the peak" in xgpt.fails(
+        1, "fleet", *ASKED, "--trace", str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
     )
     tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "l40sx8", "--latency-bound", "0.05")
     assert "no replica on one node of l40sx8 keeps 0.05 s" in xgpt.fails(1, *tight)

@@ -120,6 +120,7 @@ def test_bounds_with_quantiles_of_their_own_are_each_kept() -> None:
     assert not above.keeps(tight)
 
 
+@pytest.mark.long
 def test_no_figure_of_a_question_exceeds_a_ceiling_of_it() -> None:
     question = subject("llama-3.1-8b", "h200x1", "azure-code")
     question = question.under(Constraint(objective="arrivals", ttft_s=0.5, tpot_s=0.05))

@@ -207,6 +207,7 @@ def test_what_cannot_be_kept_to_is_refused(target: Target, fields: dict[str, Any
     assert status == 400 and said in json.loads(answer)["error"]["message"]
 
 
+@pytest.mark.long
 def test_another_plans_worker_keeps_to_grammars(checkpoint: Path) -> None:
     """One with more K/V memory was deployed without them."""
     plan = scored(problem_of(checkpoint, 1), "orca", [[1]], 1, max_batch=4)

@@ -179,6 +179,7 @@ def test_what_a_request_takes_outside_of_the_loop_counts_from_its_arrival() -> N
     assert late.figures["ttft_mean_s"] - fast.figures["ttft_mean_s"] == pytest.approx(0.5 - 3.2e-3, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> None:
     asked = {"model": "qwen3-32b", "cluster": "h200x8", "workload": "azure-conv", "latency_bound_s": 20.0}
     plan = xgpt.plan(**asked, objective="saturated")

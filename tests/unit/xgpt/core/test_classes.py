@@ -47,6 +47,7 @@ def planned(tmp_path: Path, classes: str = TWO, **asked: object) -> Planned:
     return solve(plan_request(**(options | asked)))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_simulations")
 def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_does_not_starve(tmp_path: Path) -> None:
     # Beyond capacity steps are full: of batches that keep the same rate the plan has the smallest, with short steps.

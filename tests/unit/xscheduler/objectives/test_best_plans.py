@@ -48,6 +48,7 @@ def test_auto_and_exegpt_show_both(both):
     assert {"waa-c", "waa-m"} < set(found) and found["waa-m"].stages == both["waa-m"].stages
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_simulations")
 @pytest.mark.parametrize("devices", few([{"cluster": "a40x4", "devices": "auto"}, {"among": {"a40x4": 1.0}}]))
 def test_the_number_of_devices_is_chosen_under_the_order_of_the_plan(devices):
@@ -67,6 +68,7 @@ def test_two_devices_can_be_divided_in_one_way():
     assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices in the same way"]
 
 
+@pytest.mark.long
 def test_the_order_of_admission_is_chosen_with_the_plan() -> None:
     """A few long prompts make many short ones late: 12.4 requests/s keep the bounds by arrival, 17.1 in-time."""
     asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-code", "ttft_s": 0.5, "tpot_s": 0.03}
