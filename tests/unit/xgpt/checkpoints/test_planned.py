@@ -18,7 +18,17 @@ from xgpt.checkpoints.readers.planned import PLAIN
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ModelSpec
 
-QUICK = {"deepseek_v32", "gemma4_text", "kimi_linear", "lfm2", "llama4_text", "nemotron_h", "qwen3_next", "smollm3"}
+QUICK = {
+    "deepseek_v32",
+    "falcon_h1",
+    "gemma4_text",
+    "kimi_linear",
+    "lfm2",
+    "llama4_text",
+    "nemotron_h",
+    "qwen3_next",
+    "smollm3",
+}
 NOT_BUILT = {
     "no class for text": {"glm4v_moe_text", "glm4v_text", "mistral4", "qwen2_5_vl_text", "qwen2_vl_text", "step3p5"}
     | {"qwen3_vl_moe_text", "qwen3_vl_text"},
