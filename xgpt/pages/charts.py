@@ -122,7 +122,7 @@ def frontier(
 
 def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float, alt: str, caption: str) -> Chart:
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(10, 4)
+        figure, axes = _axes(8, 3.4)
         for line, colour in zip(lines, COLOURS, strict=False):
             axes.plot(line.x, line.y, color=colour, label=line.name, linewidth=1.6, marker="o", markersize=3)
         axes.axhline(1, color="#b3261e", linewidth=1.2, linestyle="--", label="bound")
@@ -137,7 +137,7 @@ def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float
         axes.set_xlabel("requests/s")
         axes.set_ylabel("time, of its bound")
         axes.grid()
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
         return _draw(figure, alt, caption)
 
 

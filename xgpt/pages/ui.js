@@ -26,7 +26,8 @@ function command() {
   const quoted = (text) => /^[\w.,:=\/-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
   const parts = FIELDS.filter((name) => name in FLAGS && valueOf(name) !== "" && DEFAULTS[name] !== valueOf(name))
     .map((name) => `${FLAGS[name]} ${quoted(name === "workload" && trace !== null ? byId("trace").files[0]?.name || trace.name : valueOf(name))}`);
-  return `xgpt plan ${parts.join(" ")}`;
+  const current = valueOf("current");
+  return current === "" || valueOf("devices") !== "" ? `xgpt plan ${parts.join(" ")}` : `xgpt compare ${parts.join(" ")} --current ${quoted(current)} -o current.json`;
 }
 
 function ask() {
@@ -84,7 +85,7 @@ function plans(part) {
   byId("nearest").hidden = true;
   const best = part.rows[0], arrivals = valueOf("objective") === "arrivals";
   byId("schedule").textContent = part.schedule;
-  byId("said").textContent = (part.said || []).join("\n");
+  byId("said").replaceChildren(...(part.said || []).map(sentence));
   byId("said").hidden = byId("told").hidden = !part.said;
   byId("closed").hidden = !!part.said;
   byId("bounded").hidden = !part.bounded;
@@ -108,6 +109,13 @@ function plans(part) {
   memory(part.memory);
   if (shown.lines) tradeOff(shown);
   byId("download").disabled = !part.settled;
+}
+
+function sentence(text) {
+  const line = document.createElement(text.startsWith("  ") ? "code" : "p");
+  if (line.tagName === "P") line.textContent = text;
+  else for (const word of text.trim().split(" ")) line.append(Object.assign(document.createElement("span"), {textContent: word}), " ");
+  return line;
 }
 
 function infeasible(part) {
@@ -142,9 +150,10 @@ function tradeOff(part) {
   placeSlider();
   const x = (value) => left + (width - left - right) * Math.log(value / low) / Math.log(high / low);
   const y = (value) => 8 + (height - bottom - 8) * (1 - value / top);
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    shape(svg, "line", {class: "grid", x1: left, x2: width - right, y1: y(share * top), y2: y(share * top)});
-    shape(svg, "text", {x: left - 6, y: y(share * top) + 4, "text-anchor": "end"}, number(share * top));
+  const decade = 10 ** Math.floor(Math.log10(top / 4)), step = decade * [1, 2, 5, 10].find((each) => each * decade >= top / 5);
+  for (let value = 0; value <= top; value += step) {
+    shape(svg, "line", {class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value)});
+    shape(svg, "text", {x: left - 6, y: y(value) + 4, "text-anchor": "end"}, number(value));
   }
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
     for (const digit of [1, 2, 5]) {

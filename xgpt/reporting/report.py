@@ -17,7 +17,6 @@ from xgpt.deciding.recommend import BOUNDED, recommend, times_at
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
 from xgpt.reporting.plan_text import (
-    arrivals_in_words,
     objective_in_words,
     placement_in_words,
     proof_in_words,
@@ -74,12 +73,12 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         simulation=(
             f"Simulated: {measured.num_requests} requests of the plan's workload at saturation, with the engine's own "
             "scheduling rule and step times from the profile. Latency counts from admission; the plan keeps the bounds "
-            f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(constraint)}; "
-            f"{'; '.join(arrivals_in_words(full))}."
+            f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(constraint)}."
         ),
         arriving=_arriving(full, profile),
         classes=_classes(full, profile),
         charts=_charts(full, profile, spans, told),
+        of_arrivals=constraint.maximises_arrivals,
         frontier="Your bounds at each load" if constraint.maximises_arrivals else "Throughput against latency",
         stages=[
             {
@@ -124,23 +123,14 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
             "bound": text(bound),
         }
 
-    when = "saturated: " if c.maximises_arrivals else ""
-    rows = [
-        row(f"{when}requests/s", e.throughput_rps, measured.throughput_rps, field="throughput_rps"),
-        row(f"{when}output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
-        row(f"{when}latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s, "latency_s"),
-        row(f"{when}time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
-        row(f"{when}time per output token, s", e.tpot_s, None, bounds.tpot_s),
-        row(f"{when}inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s, field="itl_p99_s"),
+    return [
+        row("requests/s", e.throughput_rps, measured.throughput_rps, field="throughput_rps"),
+        row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s, "latency_s"),
+        row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
+        row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
+        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s, field="itl_p99_s"),
     ]
-    found = e.capacity
-    if found is not None:
-        name = f"{_ordinal(c.quantile)} latency from arrival at that rate, s"
-        rows[:0] = [
-            row("highest arrival rate, requests/s", found.rate_per_s, None, None, "rate_per_s"),
-            row(name, found.whole_s if found.rate_per_s else None, None, c.latency_bound_s),
-        ]
-    return rows
 
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
