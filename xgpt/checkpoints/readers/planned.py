@@ -105,7 +105,7 @@ def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | 
         elif kind in RECURRENT:
             mixers.append((None, _recurrent(family, config)))
         else:
-            beside = _recurrent(family, config) if kind == "hybrid" else None
+            beside = _recurrent(family, config) if kind == "hybrid" and _size(config, "mamba_heads") else None
             mixers.append((_attention(family, config, layer, kind), beside))
     return mixers
 
