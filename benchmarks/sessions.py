@@ -19,18 +19,21 @@ import numpy as np
 import xgpt
 from benchmarks.lib.results import record
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import SearchEffort
+from xgpt.core.schema import Plan, SearchEffort
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import workload_of_law
 from xgpt.core.turns import FIRST, TraceSessions
 from xgpt.core.workload import TraceLengths
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
+from xprofiler.store import profile_of
+from xscheduler.objectives.capacities import ROUTES
 from xscheduler.objectives.sessions import KINDS, found_in_sessions
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xsimulator.run import run_requests
 from xsimulator.session_rate import SessionTrial
+from xsimulator.session_routes import Route
 from xsimulator.sessions import logged_turns
 
 CLUSTERS = (("h100x1", 1), ("h200x1", 1), ("a100x16", 2), ("h100x8", 2), ("l40sx8", 4))
@@ -184,6 +187,102 @@ def brute(problems: int) -> None:
             f"| {seed} | {plan.search.space_size} | {rate:.4g} | {best:.4g} | {max(0.0, 1 - rate / best):.1%} |"
         )
         click.echo(table[-1])
+
+
+def _lognormal(median: int, p90: int, most: int) -> dict[str, object]:
+    return {"kind": "lognormal", "median": median, "p90": p90, "max": most}
+
+
+def _uniform(low: int, high: int) -> dict[str, object]:
+    return {"kind": "uniform", "min": low, "max": high}
+
+
+class Flip(NamedTuple):
+    model: str
+    bounds: dict[str, float]
+    law: dict[str, object]
+
+
+FLIPS = {
+    "questions on long documents": Flip(
+        "llama-3.1-8b",
+        {"session_wait_s": 8.0, "ttft_s": 2.0},
+        {
+            "turns": _uniform(1, 8),
+            "shared_prefix": 200,
+            "first_input": _lognormal(3000, 20_000, 60_000),
+            "added_input": _uniform(20, 400),
+            "output": _uniform(50, 300),
+            "pause": {"median_s": 10, "p90_s": 60, "max_s": 300},
+            "max_context": 80_000,
+        },
+    ),
+    "short turns after a long system prompt": Flip(
+        "llama-3.1-8b",
+        {"session_wait_s": 5.0, "ttft_s": 0.5, "tpot_s": 0.03},
+        {
+            "turns": _uniform(1, 6),
+            "shared_prefix": 6000,
+            "first_input": _uniform(20, 200),
+            "added_input": _uniform(10, 60),
+            "output": _lognormal(150, 900, 3000),
+            "pause": {"median_s": 5, "p90_s": 30, "max_s": 120},
+            "max_context": 16_000,
+        },
+    ),
+    "reasoning, little K/V memory": Flip(
+        "qwen3-32b",
+        {"session_wait_s": 20.0, "ttft_s": 2.0},
+        {
+            "turns": _uniform(1, 6),
+            "first_input": _uniform(50, 400),
+            "added_input": _uniform(30, 200),
+            "output": _lognormal(1000, 4000, 8000),
+            "left_out": 0.9,
+            "pause": {"median_s": 5, "p90_s": 20, "max_s": 60},
+            "max_context": 16_000,
+        },
+    ),
+}
+
+
+@main.command()
+def flips() -> None:
+    """Compare routers, and keeping K/V with computing it anew, on four replicas of one device."""
+    table = ["| sessions | by session, 1/s | by prefix | by load | nothing kept |", "|---|---|---|---|---|"]
+    gains = dict[str, float]()
+    for name, (model, bounds, law) in FLIPS.items():
+        plan = xgpt.plan(
+            model=model,
+            cluster="h100x8",
+            devices=4,
+            workload=workload_of_law(name, SessionLaw.model_validate(law)),
+            latency_bound_s=None,
+            quantile=0.9,
+            policy="chunked",
+            fix={"tp": 1, "replicas": 4},
+            **bounds,  # type: ignore[arg-type]
+        )
+        assert plan.estimate.sessions is not None
+        guess = plan.estimate.sessions.rate_per_s
+
+        def highest(route: Route, nothing: bool = False, plan: Plan = plan, guess: float = guess) -> float:
+            profile = profile_of(plan, None)
+            return SessionTrial(plan, profile, route=route, keeps_nothing=nothing).highest(guess)
+
+        rates = {route: highest(route) for route in ROUTES}
+        anew = highest("load", nothing=True)
+        gains[name] = rates["session"] / rates["load"]
+        table.append(f"| {name} | {' | '.join(f'{rate:.3g}' for rate in [*rates.values(), anew])} |")
+        click.echo(table[-1])
+    low, high = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
+    claim = (
+        "The best router depends on the sessions: for {high}, routing by session serves {more} as many sessions within "
+        "the bounds as routing by load; for {low}, only {less} as many. Simulated with the same sessions at each rate; "
+        "not measured."
+    )
+    figures = {"more": f"{gains[high]:.2f} times", "less": f"{gains[low]:.2f} times", "high": high, "low": low}
+    record("sessions/routes", claim, table, **figures)
 
 
 class Published(NamedTuple):

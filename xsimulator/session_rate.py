@@ -21,7 +21,7 @@ from xgpt.core.turns import Floats
 from xgpt.core.workload import TraceLengths, gamma_arrivals
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
-from xsimulator.session_routes import Route, run_routed
+from xsimulator.session_routes import Route, counts_routes, run_routed
 from xsimulator.sessions import TurnTimes, run_sessions
 
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
@@ -32,7 +32,7 @@ LIFETIMES, STEADY = 4.0, 2.5
 begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
 """
 MOST_ROUTED = 800
-"""Number of turns of a run on several replicas."""
+"""Number of turns of a run on several replicas that cannot be counted."""
 DRAWN_SESSIONS = 400
 PRECISION = 0.02
 LEAST_SHARE = 1e-3
@@ -63,7 +63,7 @@ class SessionTrial:
     """Simulates the sessions that begin at one replica of a plan, at any rate.
 
     Args:
-        route: simulate all replicas with this router instead. This takes longer.
+        route: simulate all replicas with this router instead.
         keeps_nothing: whether every prompt is computed anew.
     """
 
@@ -82,10 +82,12 @@ class SessionTrial:
         self._lanes = lanes_of(plan, profile)
         self.turns = turns_of(law)
         self._route = route
-        most = LARGEST_RUN if route is None else MOST_ROUTED
+        most = LARGEST_RUN if route is None or counts_routes(plan) else MOST_ROUTED
         known = plan.estimate.capacity
-        turns_per_s = (known.rate_per_s if known else plan.estimate.throughput_rps) / plan.replicas
-        needed = LIFETIMES * turns_per_s / self.turns * _pauses_of(law) if route is None else 0.0
+        turns_per_s = known.rate_per_s if known else plan.estimate.throughput_rps
+        if route is None:
+            turns_per_s /= plan.replicas
+        needed = LIFETIMES * turns_per_s / self.turns * _pauses_of(law)
         usual = min(MOST_TURNS, most) / self.turns
         count = max(LEAST_SESSIONS, int(min(max(usual, needed), most / self.turns)))
         self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
@@ -116,7 +118,7 @@ class SessionTrial:
             if self._route is None:
                 run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
             else:
-                run = run_routed(self.plan, self._profile, sent, self._route)
+                run = run_routed(self.plan, self._profile, sent, self._route, self._lanes)
             excess = _excess(run, self.counts, self.plan.constraint)
             lives = per_session(run, self.counts, run.whole_s + run.paused_s)
             span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import Literal
 
 from xgpt.core import policies
 from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter
-from xgpt.core.schema import PlanDraft, Profile
+from xgpt.core.schema import PlanDraft, Profile, StageLane
 from xgpt.core.schema.step_log import Chain, StepRecord
 from xgpt.core.turns import Chains
 from xgpt.core.workload import TraceLengths
+from xsimulator.costs.step_cost import LaneCost, lanes_of
+from xsimulator.counts.counted_run import is_counted
+from xsimulator.counts.routed import BY_LOAD, BY_PREFIX, BY_SESSION
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import clock_of
-from xsimulator.sessions import TurnTimes, logged_turns
+from xsimulator.sessions import TurnTimes, counted_turns, logged_turns
 
 MANY_BLOCKS = 150
 """A mean prompt is simulated in at most about so many blocks."""
@@ -21,10 +25,31 @@ Route = Literal["session", "prefix", "load"]
 """session: the replica of the session's first turn. prefix: the one that has the prompt, unless it is much busier
 (`ReplicaRouter`). load: the one with the fewest requests.
 """
+KINDS: dict[Route, int] = {"session": BY_SESSION, "prefix": BY_PREFIX, "load": BY_LOAD}
 
 
-def run_routed(plan: PlanDraft, profile: Profile, trace: TraceLengths, route: Route) -> TurnTimes:
-    """Run sessions whose first turns arrive at the trace's times, on the simulated engines of all replicas."""
+def counts_routes(plan: PlanDraft) -> bool:
+    """Return whether sessions that do not fork can be simulated on all replicas by counts, not on slow engines."""
+    law = plan.workload.sessions
+    return law is not None and law.subagents is None and is_counted(plan)
+
+
+def run_routed(
+    plan: PlanDraft,
+    profile: Profile,
+    trace: TraceLengths,
+    route: Route,
+    lanes: Mapping[StageLane, LaneCost] | None = None,
+) -> TurnTimes:
+    """Run sessions whose first turns arrive at the trace's times on all replicas: by counts if possible, else on
+    simulated engines.
+    """
+    slack = ReplicaRouter.of(plan).slack
+    counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace, KINDS[route], slack)
+    return routed_engines(plan, profile, trace, route) if counted is None else counted
+
+
+def routed_engines(plan: PlanDraft, profile: Profile, trace: TraceLengths, route: Route) -> TurnTimes:
     larger = max(1, int(trace.input.mean()) // (MANY_BLOCKS * plan.block_size))
     stages = tuple(stage.but(kv_blocks=stage.kv_blocks // larger) for stage in plan.stages)
     plan = plan.but(block_size=larger * plan.block_size, stages=stages)

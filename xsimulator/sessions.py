@@ -12,8 +12,10 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import LaneCost, lanes_of
-from xsimulator.counts.arrivals import TURN, Stream, TurnStream
+from xsimulator.counts.arrivals import TURN, Run, Stream, TurnStream
 from xsimulator.counts.counted_run import counted_run
+from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.counts.routed import RoutedRun
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import decoded
 from xsimulator.run import run_requests
@@ -100,8 +102,16 @@ def run_sessions(
     )
 
 
-def counted_turns(plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], trace: TraceLengths) -> TurnTimes | None:
-    """Run sessions by counts. Return None if the plan or the sessions cannot be counted."""
+def counted_turns(
+    plan: PlanDraft,
+    lanes: Mapping[StageLane, LaneCost],
+    trace: TraceLengths,
+    route: int | None = None,
+    slack: float = 0.0,
+) -> TurnTimes | None:
+    """Run sessions by counts, on one replica or, with a router, on all (`xsimulator.counts.routed`). Return None if the
+    plan or the sessions cannot be counted.
+    """
     sessions = trace.sessions
     assert sessions is not None and trace.timestamp_s is not None
     if (
@@ -120,10 +130,16 @@ def counted_turns(plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], trace: T
     turns["arrival_ns"] = (1e9 * trace.timestamp_s).astype(int)
     turns["pause_ns"], turns["child"] = path_ns + (1e9 * sessions.pause_s).astype(int), -1
     turns["child"][sessions.after[after]] = np.flatnonzero(after)
-    run = counted_run(plan, lanes, Stream(trace.input, outputs, int(outputs.max()), turns["arrival_ns"]))
-    if run is None:
+    stream = Stream(trace.input, outputs, int(outputs.max()), turns["arrival_ns"])
+    runs = [counted_run(plan, lanes, stream) for _ in range(1 if route is None else plan.replicas + 1)]
+    if not all(isinstance(each, OneLaneRun) for each in runs):
         return None
-    run.in_sessions(TurnStream(turns, _shared(trace)))
+    run: Run | RoutedRun
+    if route is None:
+        [run] = runs  # type: ignore[assignment]
+        run.in_sessions(TurnStream(turns, _shared(trace)))  # type: ignore[union-attr]
+    else:
+        run = RoutedRun(runs, TurnStream(turns, _shared(trace)), route, slack)  # type: ignore[arg-type]
     run.run()
     arrived, first, end = (1e-9 * run.of_turns(name).astype(float) for name in ("arrival_ns", "first_ns", "end_ns"))
     return TurnTimes(trace, arrived, first + plan.request_path_s, end + plan.request_path_s, run.of_turns("found"))

@@ -16,6 +16,7 @@ from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
+from xsimulator.session_routes import Route, routed_engines, run_routed
 from xsimulator.sessions import counted_turns, logged_turns
 
 LAW = {
@@ -67,6 +68,16 @@ def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy
         assert counted is not None
         assert (counted.cached == engine.cached).all()
         assert (counted.end_s == engine.end_s).all() and (counted.first_s == engine.first_s).all()
+
+
+@pytest.mark.parametrize("route", ["session", "prefix", "load"])
+def test_counts_and_engines_agree_on_replicas(profile: Profile, route: Route) -> None:
+    trace = _sent(40, 8.0)
+    for kv, blocks in (("reserve", 1200), ("quantile", 500)):
+        plan = _plan(profile, kv, "chunked", blocks).but(replicas=3)
+        counted, engines = run_routed(plan, profile, trace, route), routed_engines(plan, profile, trace, route)
+        assert (counted.cached == engines.cached).all()
+        assert (counted.end_s == engines.end_s).all() and (counted.first_s == engines.first_s).all()
 
 
 def test_a_shared_prefix_is_found_by_all_sessions(profile: Profile) -> None:

@@ -20,7 +20,7 @@ from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
 from xsimulator.session_rate import MOST_ROUTED, SessionTrial, per_session, session_capacity
-from xsimulator.session_routes import Route
+from xsimulator.session_routes import Route, counts_routes
 
 
 def with_capacities(found: dict[str, Found], profile: Profile) -> dict[str, Found]:
@@ -65,7 +65,7 @@ def with_capacity(
 
 ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
 MOST_STEPS = 60_000
-"""Routers are compared if this takes no more steps of the simulated engine, about a second for 15,000."""
+"""Routers of sessions that fork are compared in at most so many steps of simulated engines, 15,000 of them a second."""
 COARSE = 0.1
 
 
@@ -89,7 +89,7 @@ def in_sessions(
         alone = SessionTrial(plan, profile, keeps_nothing=True).highest(rate, COARSE)
         routed = (
             {route: _under(plan, profile, route, rate) for route in ROUTES}
-            if plan.replicas > 1 and _is_short(plan)
+            if plan.replicas > 1 and (counts_routes(plan) or _is_short(plan))
             else {}
         )
         sessions = sessions.but(alone_per_s=alone, routed=routed)
@@ -98,7 +98,7 @@ def in_sessions(
 
 def _is_short(plan: PlanDraft) -> bool:
     steps = MOST_ROUTED * plan.workload.output.mean / max(plan.estimate.decode_batch, 1.0)
-    return plan.replicas > 1 and steps < MOST_STEPS
+    return steps < MOST_STEPS
 
 
 def _under(plan: PlanDraft, profile: Profile, route: Route, rate: float) -> tuple[float, float]:

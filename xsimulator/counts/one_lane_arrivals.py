@@ -92,14 +92,14 @@ class OneLaneRun(Run):
             batch["decode_batch"] = lane_settings.decode_batch
             batch["token_budget"] = MANY if lane_settings.token_budget is None else lane_settings.token_budget
             batch["max_batch"] = MANY if lane_settings.max_batch is None else lane_settings.max_batch
-        self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
+        self.tables, self.free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
         first = settings.first_tokens
         self._in_time = None if first is None else InTime.of(first, patience_ns, stream)
 
     def _go_on(self) -> bool:
         if self._in_time is None:
-            return run(self.state, self._tables, self._free_ns)
-        return run_in_time(self.state, self._tables, self._free_ns, self._in_time)
+            return run(self.state, self.tables, self.free_ns)
+        return run_in_time(self.state, self.tables, self.free_ns, self._in_time)
 
 
 @kept

@@ -26,7 +26,7 @@ class ReplicaRouter:
 
     def __init__(self, count: int, slack: float) -> None:
         self.load = [0] * count
-        self._slack = slack
+        self.slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
 
     @classmethod
@@ -38,7 +38,7 @@ class ReplicaRouter:
         least = min(load)
         found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
         number = home[chain[found - 1]] if found else load.index(least)
-        if found and load[number] - least > self._slack * (found / len(chain)) ** 2:
+        if found and load[number] - least > self.slack * (found / len(chain)) ** 2:
             number = load.index(least)
         for key in chain:
             home[key] = number
