@@ -34,8 +34,8 @@ from xsimulator.stages import whole
 
 QUANTILE, NUM_REQUESTS = 0.99, 3000
 """Share of requests that keep both bounds, and requests of a simulation."""
-COLUMNS = ("model", "workload", "factors", "TTFT, TPOT, ms", "`xgpt plan`, requests/s", "xPyD", "1P1D replicas",
-           "xPyD over 1P1D", "xPyD over `xgpt plan`")  # fmt: skip
+COLUMNS = ("model", "workload", "factors", "TTFT, TPOT, ms", "`xgpt plan`, requests/s", "xPyD", "1P1D",
+           "xPyD over 1P1D", "over `xgpt plan`")  # fmt: skip
 BUDGETS = (1, 8192)
 """Most prompt tokens of a prefill step, unless it has a single prompt."""
 MODELS = ("llama-3.1-8b", "qwen3-32b", "llama-3.1-70b", "gpt-oss-120b", "qwen3-30b-a3b")
@@ -54,7 +54,7 @@ class Split(NamedTuple):
     d: int
 
     def __str__(self) -> str:
-        return f"{self.x}x{self.p} + {self.y}x{self.d}"
+        return f"{self.x}x{self.p}+{self.y}x{self.d}"
 
 
 class Case:
@@ -216,8 +216,8 @@ def solved(case: Case, name: str, workload: str, factors: tuple[float, float]) -
     except InfeasibleError:
         rate, shape = 0.0, "none"
     over = ["-" if not other else f"{most / other:.2f}" for other in (pairs_most, rate)]
-    return (f"{1e3 * ttft_s:.0f}, {1e3 * tpot_s:.1f}", f"{rate:.2f}, {shape}", f"{most:.2f}, {best}",
-            f"{pairs_most:.2f}, {alike[pair]} of {pair}", *over)  # fmt: skip
+    return (f"{1e3 * ttft_s:.0f}, {1e3 * tpot_s:.1f}", f"{rate:.2f} {shape}", f"{most:.2f} {best}",
+            f"{pairs_most:.2f} {alike[pair]}({pair})", *over)  # fmt: skip
 
 
 def shape_of(found: Plan) -> str:
@@ -225,7 +225,7 @@ def shape_of(found: Plan) -> str:
     lanes: dict[str, list[str]] = {}
     for stage in found.stages:
         lanes.setdefault(stage.lane, []).append(str(stage.tp))
-    return f"{found.policy.kind} {found.replicas} of {' + '.join(','.join(tps) for tps in lanes.values())}"
+    return f"{found.policy.kind} {found.replicas}({'+'.join(','.join(tps) for tps in lanes.values())})"
 
 
 def main() -> None:
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     problems = list(product(MODELS, WORKLOADS, BOUNDS))
-    keys = [(name, workload, f"{ttft:g}, {tpot:g}") for name, workload, (ttft, tpot) in problems]
+    keys = [(name, workload, f"{ttft:g},{tpot:g}") for name, workload, (ttft, tpot) in problems]
     case = cache(Case)
     for number in range(len(problems)) if options.only is None else options.only:
         name, workload, factors = problems[number]

@@ -90,7 +90,10 @@ def keep(name: str, found: Sequence[Found]) -> None:
     """Store a part's rows beside those of its paper's other parts, and its tables."""
     [paper] = [paper for paper, words in PAPERS.items() if name.split("-")[0] in words]
     cell = f"`{name}`, {date.today():%Y-%m-%d}"
-    ours = [[cell, *row] for row in rows_of(one for one in found if isinstance(one, Claim))]
+    ours = [
+        [cell, source.partition(" ")[2] or source, *row]
+        for source, *row in rows_of(one for one in found if isinstance(one, Claim))
+    ]
     kept = {part: [] for part in PARTS}
     for row in stored("papers")[paper].rows:
         kept[row[0].split("`")[1]].append(row)

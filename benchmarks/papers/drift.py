@@ -57,12 +57,12 @@ def figure_11() -> Iterator[Found]:
         for sla, paper, margin, capped in zip("ab", papers, grown, kept, strict=True):
             yield judged(
                 "ExeGPT Fig. 11",
-                f"WAA, task T, outputs' {name}: tightening of the bound, SLA ({sla})",
+                f"WAA, task T, SLA ({sla}), outputs' {name}: tighter bound",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
-                f"{capped:.0f}% where requests in decode are limited, as by `xgpt serve`",
+                f"{capped:.0f}% with requests in decode limited",
             )
     yield Table(
         "ExeGPT Figure 11: WAA planned for other lengths",

@@ -89,7 +89,7 @@ def figures_6_and_8() -> Iterator[Found]:
         over = _known([_over(row, only=only) for row in group])
         alike = _known([_over(row, at_quantile=True, only=only) for row in group])
         static = _mean(_known([row.over_static for row in group]))
-        why = f"{_mean(alike):.2f}x if FT keeps the bound at p99's length; {static:.2f}x over the best static batches"
+        why = f"{_mean(alike):.2f}x at p99's length; {static:.2f}x over the best static batches"
         yield within(source, what, paper, _mean(over), 0.35, "x", why)
     for source, what, paper, group, only in (
         ("ExeGPT 7.3", "over FT, largest ratio of small and mid models", 5.4, small, None),
@@ -98,8 +98,11 @@ def figures_6_and_8() -> Iterator[Found]:
         known = [row for row in group if _over(row, only=only) is not None]
         top = max(known, key=lambda row: _over(row, only=only) or 0.0)
         alike = max(_known([_over(row, at_quantile=True, only=only) for row in group]))
-        where = f"{top.model} on {top.cluster}, {top.workload}, {_bound(top)}"
-        why = f"{where}; {alike:.2f}x if FT keeps the bound at p99's length"
+        least, most = ((_over(top, only=only) or 0.0) * top.ft_rps / paper / share for share in (1.4, 0.6))
+        why = (
+            f"FT on {top.model}, {top.workload}, {_bound(top)}: {top.ft_rps:.3g} req/s; holds with {least:.3g} to "
+            f"{most:.3g}; {alike:.2f}x at p99's length"
+        )
         yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
     all_over = [*(_over(row) for row in small), *(_over(row, only="rra") for row in large)]
     what = "over FT, mean of all scenarios of both figures"
@@ -305,7 +308,7 @@ def figure_10() -> Iterator[Found]:
     found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
     here = found[LONGEST_OUTPUTS[0]]
     mean, most = float(np.mean(here.over)), max(here.over)
-    at_quantile = f"{np.mean(here.over_at_quantile):.1f}x if FT keeps the bound at p99's length"
+    at_quantile = f"{np.mean(here.over_at_quantile):.1f}x at p99's length"
     others = ", ".join(f"{longest}: {max(figures.over):.1f}x" for longest, figures in found.items())
     longest = f"the longest output, for which FT waits, here {LONGEST_OUTPUTS[0]} tokens (the paper's is unstated): "
     yield within("ExeGPT Fig. 10", "over FT on Azure's lengths, mean", 4.4, mean, 0.35, "x", at_quantile)
