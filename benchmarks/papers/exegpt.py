@@ -160,9 +160,9 @@ def _memory_of_two_copies() -> Iterator[Claim]:
         yield judged(
             "ExeGPT 7.4",
             f"WAA, {model} on {cluster}",
-            "runs out of memory",
-            "runs out of memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
-            "WAA runs out of memory",
+            "out of memory",
+            "out of memory" if plan is None else f"{plan.estimate.throughput_rps:.2f} req/s",
+            "out of memory",
             plan is None,
             f"memory beside the weights, whose two copies take {weights / 1e9:.0f} of {device / 1e9:.0f} GB a device; "
             f"holds if buffers and K/V take over {1 - weights / device:.0%}",
