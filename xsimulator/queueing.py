@@ -8,7 +8,9 @@ throughput X(k) of the schedule with k requests, or at X(n) if k exceeds the num
 where s is the coefficient of variation of the time for which a request occupies a slot. If slots become free together,
 after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
-- the time until the next step that may admit it, uniform over the time between two such steps;
+- the time until the next step that may admit it, uniform over the time between two such steps. If prompts have an
+  encode lane of their own, this is instead the wait of an M/G/1 queue: the lane is idle with probability 1 - u, and
+  P(W > w) = u exp(-2 (1 - u) w / (s (1 + c^2))) for prompts that take s, with coefficient of variation c;
 - if all n slots are taken, the wait for a slot, exponentially distributed since the tail of P is geometric;
 - its running time, with the step times of the schedule with k + 1 requests.
 
@@ -22,6 +24,7 @@ every largest batch size on the curve.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -44,16 +47,22 @@ RATE_STEPS = 14
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Quantiles that divide output lengths into groups. The mean represents each group."""
 
+LANE_LOADS = np.asarray([0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0])
+
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
+TTFT_EDGES = np.union1d(INPUT_EDGES, [0.75, 0.9, 0.97, 0.98, 0.985, 0.995])
+"""Under a bound on TTFT, the longest prompts decide, so their groups are smaller."""
 
 
 class LoadPoints(NamedTuple):
     """Points of curves, with everything that does not depend on arrival rate. # [n] or [n, groups], unless stated
 
     Attributes:
-        work, late_at: for each state k, the sum_{j<=k} log X(j), and the share of late requests among those that run
-            with k others. # [n, states]
+        work: for each state k, the sum_{j<=k} log X(j). # [n, states]
+        late_at: for each state k, the share of late requests among those that run with k others. If there is an encode
+            lane, for each of `LANE_LOADS`. # [n, states, 1 or lane loads]
+        lane_s: seconds of the encode lane for a prompt. # [n, states]
         log_width: log of the count of numbers of requests that each state represents. # [n, states]
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
@@ -64,6 +73,7 @@ class LoadPoints(NamedTuple):
     saturation: Array
     work: Array
     late_at: Array
+    lane_s: Array
     log_width: Array
     last: npt.NDArray[np.intp]
     share: Array
@@ -73,6 +83,16 @@ class LoadPoints(NamedTuple):
     gate: Array
     inside: Array
     beyond: Array
+
+    def late_at_rate(self, rate: Array) -> Array:
+        if self.late_at.shape[-1] == 1:
+            return self.late_at[..., 0]
+        load = np.minimum(rate[:, None] * self.lane_s, 1.0)
+        index = np.minimum(LANE_LOADS.searchsorted(load, side="right"), len(LANE_LOADS) - 1)[..., None]
+        low, high = (np.take_along_axis(self.late_at, at, axis=2)[..., 0] for at in (index - 1, index))
+        start, end = LANE_LOADS[index - 1][..., 0], LANE_LOADS[index][..., 0]
+        late: Array = low + (high - low) * (load - start) / (end - start)
+        return late
 
     def longer(self, drain: Array) -> Array:
         """Return the probability that a request waits too long for its admission.
@@ -102,18 +122,24 @@ class LoadCurves:
     ) -> None:
         self._quantile = goal.quantile
         decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
-        inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
+        inputs, of_inputs = _groups(
+            lengths.inputs, lengths.input_probabilities, INPUT_EDGES if goal.ttft_s is None else TTFT_EDGES
+        )
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
         """Representative requests: their numbers of decodes, their shares of all requests, and the length of their
         prompts relative to the mean prompt.
         """
         shape = (-1, num_loads)
-        ttft, tpot, gate, throughput = (
-            curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
+        ttft, tpot, throughput = (curve.reshape(shape) for curve in (found.ttft, found.tpot, found.throughput))
+        self._ttft, self._tpot, self._gate = ttft, tpot, np.maximum(found.gate.reshape(shape), 1e-12)
+        self._prompt_s, self._lane_s = (
+            each.reshape(shape) for each in (found.prompt_s, found.gate / found.encode_batch)
         )
-        # Mixed steps may admit requests at any time. Other policies admit once in a phase or batch.
-        self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate
+        self._loads = LANE_LOADS if stations.has_encode_lane else np.ones(1)
+        own = np.minimum(found.encode_batch * found.prompt_s / found.ttft, 1.0)
+        self._lane_spread = 1 + (own**2 * (lengths.mean_square_input / lengths.mean_input**2 - 1)).reshape(shape)
+        """1 + c^2 for the time c that a prompt takes in the encode lane."""
         # The throughput of a schedule never falls with a larger batch. If it falls in the closed form, rounding is the
         # reason.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
@@ -128,9 +154,7 @@ class LoadCurves:
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
         """Compute the time that each bound leaves for waiting, and the share that break a bound without waiting."""
-        # A long prompt takes longer, and its step takes at least as long as other steps.
-        beside = np.minimum(self._tpot, self._ttft)[..., None]
-        self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
+        self._first: Array = self._ttft[..., None] + self._prompt_s[..., None] * (self._prompts - 1)
         left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)
         if goal.latency_bound_s is not None:
             left = goal.latency_bound_s / slack - self._first - self._tpot[..., None] * self._decodes
@@ -145,11 +169,18 @@ class LoadCurves:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
             self._slow = np.where(self._decodes > 0, 1 - ndtr(room), 0.0)
-        gate = np.maximum(self._gate[..., None], 1e-12)
-        with np.errstate(invalid="ignore"):
-            late = np.where(np.isinf(left), 0.0, np.clip(1 - left / gate, 0.0, 1.0))
-        self._late: Array = (self._slow + (1 - self._slow) * late) @ self._shares
-        """# [curves, loads]"""
+        lates = [(self._slow + (1 - self._slow) * late) @ self._shares for late in self._late_after(left)]
+        self._late: Array = np.stack(lates, axis=-1)
+        """# [curves, loads, 1 or lane loads]"""
+
+    def _late_after(self, left: Array) -> Iterator[Array]:
+        if len(self._loads) == 1:
+            with np.errstate(invalid="ignore"):
+                yield np.where(np.isinf(left), 0.0, np.clip(1 - left / self._gate[..., None], 0.0, 1.0))
+            return
+        decay = (2 / (self._lane_s * self._lane_spread))[..., None] * np.clip(left, 0.0, 1e12)
+        for load in self._loads:
+            yield np.where(left < 0, 1.0, load * np.exp(-(1 - load) * decay))
 
     def _set_states(self) -> None:
         """Choose the numbers k of requests to evaluate. For each, compute sum_{j<=k} log X(j), and the share of late
@@ -161,12 +192,15 @@ class LoadCurves:
         self._states = np.unique(np.minimum(np.concatenate([few, np.round(many)]), most).astype(int))
         ks = np.arange(1, most + 1)
         self._work = np.empty((len(self._inside), len(self._states)))
-        self._late_at = np.empty_like(self._work)
+        self._late_at = np.empty((*self._work.shape, len(self._loads)))
+        self._lane_s_at = np.empty_like(self._work)
         for i, (inside, throughput) in enumerate(zip(self._inside, self.saturation, strict=True)):
             rates = np.where(ks < inside[0], throughput[0] * ks / inside[0], np.interp(ks, inside, throughput))
             total = np.concatenate([[0.0], np.cumsum(np.log(np.maximum(rates, 1e-300)))])
             self._work[i] = total[self._states]
-            self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
+            self._lane_s_at[i] = np.interp(self._states + 1, inside, self._lane_s[i])
+            for j in range(len(self._loads)):
+                self._late_at[i, :, j] = np.interp(self._states + 1, inside, self._late[i, :, j])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
         places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
@@ -176,12 +210,13 @@ class LoadCurves:
             log_width = np.where(width > 0, np.log(width), -np.inf)
         index = np.clip(np.searchsorted(self._states, places - 1, side="right") - 1, 0, len(self._states) - 2)
         before, after = self._states[index], self._states[index + 1]
-        left, gate = self._left[curves, loads], np.maximum(self._gate[curves, loads][:, None], 1e-12)
+        left, gate = self._left[curves, loads], self._gate[curves, loads][:, None]
         inside = np.clip(left, 0.0, gate)
         return LoadPoints(
             saturation=self.saturation[curves, loads],
             work=self._work[curves],
             late_at=self._late_at[curves],
+            lane_s=self._lane_s_at[curves],
             log_width=log_width,
             last=index,
             share=np.clip((places - 1 - before) / (after - before), 0.0, 1.0),
@@ -209,12 +244,12 @@ class LoadCurves:
         total = p.sum(axis=1) + tail
         late = points.longer((-decay * saturation)[:, None])
         late = (points.slow + (1 - points.slow) * late) @ self._shares
-        return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
+        return np.where(stable, ((p * points.late_at_rate(rate)).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
         """Return for each point the highest rate at which enough requests keep the bounds, or 0. # [curves, loads]"""
         found = np.zeros_like(self.saturation)
-        curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))
+        curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1, 0] <= 1 - self._quantile))
         points = self.points(curves, loads)
         low, high = np.zeros(len(curves)), points.saturation
         for _ in range(RATE_STEPS):

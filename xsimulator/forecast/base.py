@@ -49,10 +49,12 @@ class Stations(NamedTuple):
     Attributes:
         admits_each_step: whether every step may admit requests. Otherwise, one step in a cycle admits requests.
         frees_together: whether slots become free together, after a phase or a batch.
+        has_encode_lane: whether prompts queue for a lane of their own, which is idle part of the time.
     """
 
     admits_each_step: bool
     frees_together: bool
+    has_encode_lane: bool = False
 
 
 class Forecast(ABC, Generic[M]):
@@ -189,6 +191,8 @@ class Performance:
         peak_requests: largest number of requests that have K/V at the same time.
         peak_variance: variance of this number. It is 0 if the policy holds the number.
         cycle: time, in s, from one encode step to the next.
+        gate: longest time, in s, until the next step that may admit requests while the schedule is busy.
+        prompt_s: seconds by which TTFT grows if the request's own prompt is longer by the mean prompt length.
         filling: under rra, seconds of a cycle in which the slowest stage has no step.
     """
 
@@ -204,6 +208,8 @@ class Performance:
     peak_variance: Array
     peak_tokens: Array
     cycle: Array
+    gate: Array
+    prompt_s: Array
     bubble: Array
     filling: Array
 

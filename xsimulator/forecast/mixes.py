@@ -370,6 +370,8 @@ class MixedSteps:
             peak_variance=np.zeros_like(step_s),
             peak_tokens=mix.largest,
             cycle=step_s / busy,
+            gate=decode_s,
+            prompt_s=np.maximum(ttft - decode_s, 0.0),
             bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
             filling=np.zeros_like(step_s),
         )

@@ -110,6 +110,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     ttft = encoding.own_way + met + queue
     latency = num_phases * whole - unneeded + met if decodes else ttft
 
+    tpot = (latency - ttft) / max(decodes, 1)
     # A request has one gap with an encode phase for each of its phases after the first.
     spanning = cycle - (rounds.decoding - rounds.mean(0))
     spanning += np.maximum(phase.boundary_deviate, 0.0) * raggedness * encoding.own_way
@@ -120,7 +121,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         throughput=encode_batch / cycle,
         latency=latency,
         ttft=ttft,
-        tpot=(latency - ttft) / max(decodes, 1),
+        tpot=tpot,
         itl_p99=np.where(phase.boundary > 0.01, spanning, np.maximum.reduce(rounds.seconds, axis=1)),
         encode_batch=encode_batch,
         encode_tokens=encode_batch * lengths.mean_input,
@@ -129,6 +130,8 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         peak_variance=encode_batch * variances[np.minimum(decode_iterations, len(variances)) - 1],
         peak_tokens=1.1 * tokens + lengths.max_input,
         cycle=cycle,
+        gate=cycle,
+        prompt_s=np.maximum(ttft - tpot, 0.0),
         bubble=pipeline.bubble(work, cycle),
         filling=filling * rounds.anywhere[:, -1],
     )

@@ -88,11 +88,12 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     decodes = model.quantile_decodes
     met = np.minimum(np.maximum(decodes - starts, 0), weights)
     decoding = (rounds * met).sum(axis=1) + late * bool(decodes)
+    ttft, tpot = own_decode + (encode_parts - 1) / 2 * slowest, decoding / max(decodes, 1)
     return Performance(
         throughput=batch / cycle,
         latency=encoding + decoding,
-        ttft=own_decode + (encode_parts - 1) / 2 * slowest,
-        tpot=decoding / max(decodes, 1),
+        ttft=ttft,
+        tpot=tpot,
         itl_p99=np.maximum.reduce(rounds, axis=1),
         encode_batch=batch,
         encode_tokens=batch * lengths.mean_input,
@@ -101,6 +102,8 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
         peak_variance=np.zeros_like(cycle),
         peak_tokens=_most_tokens(lengths, each),
         cycle=cycle,
+        gate=cycle,
+        prompt_s=np.maximum(ttft - tpot, 0.0),
         bubble=model.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),
         filling=np.zeros_like(cycle),
     )

@@ -90,16 +90,15 @@ class TwoLaneModel:
         mean_decodes = max(self.mean_decodes, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit)
 
-        met = sd**2
-        encoding = through * (1 + met)
         queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
         decodes, emits = self.quantile_decodes, not self.decode.has_encoder
         own_cost, slow = (
             (step, step) if emits else self._decoding.with_newcomers(encode_batch, microbatches, batch, step, sd)
         )
         first_gap = moving + step / 2 + own_cost
-        ttft = encoding + queued + (0.0 if emits else first_gap)
-        latency = encoding + queued + ((first_gap + (decodes - 1) * step) if decodes else 0.0)
+        encoding = through + queued
+        ttft = encoding + (0.0 if emits else first_gap)
+        latency = encoding + ((first_gap + (decodes - 1) * step) if decodes else 0.0)
         has_first_gap = emits and 1 / mean_decodes > 0.01
         return Performance(
             throughput=throughput,
@@ -114,6 +113,8 @@ class TwoLaneModel:
             peak_variance=np.zeros_like(cap),
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=encode_batch / throughput,
+            gate=interval,
+            prompt_s=self._encoding(encode_batch + 1).through - through,
             bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
             filling=np.zeros_like(step),
         )
@@ -143,7 +144,7 @@ class TwoLaneModel:
         if np.isinf(latency_s).all() or not self.quantile_decodes:
             return most
         # The throughput of steps that take as long as the bound on latency allows, up to rounding.
-        longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
+        longest = ((1 + 1e-9) * latency_s - through - moving) / (self.quantile_decodes + 0.5)
         size, inside = rounds.shape[1], lanes.decoding
         allowed = rounds <= longest[:, None]
         served = np.where(allowed, inside / rounds, 0.0).max(axis=1)
@@ -227,14 +228,12 @@ class TwoLaneModel:
             decode_batch: the smallest number of decoding requests.
         """
         through, _, moving, _ = self._encoding(encode_batch)
-        met = self._encoding(largest_batch).deviation ** 2
         each = decode_batch / microbatches
         before = np.minimum(GRID.searchsorted(each, side="right"), len(GRID) - 1) - 1
         rounds = self._decoding.rounds(encode_batch, largest_batch, microbatches, int(before.max()) + 2)
         start, end = rounds[np.arange(len(each)), before], rounds[np.arange(len(each)), before + 1]
         step = start + (end - start) * (each - GRID[before]) / (GRID[before + 1] - GRID[before])
-        encoding = through * (1 + met)
         decodes, emits = self.quantile_decodes, not self.decode.has_encoder
-        ttft = encoding + (0.0 if emits else moving + 1.5 * step)
-        latency = encoding + ((moving + step / 2) if decodes else 0.0) + decodes * step
+        ttft = through + (0.0 if emits else moving + 1.5 * step)
+        latency = through + ((moving + step / 2) if decodes else 0.0) + decodes * step
         return latency, ttft, (latency - ttft) / max(decodes - (not emits), 1)

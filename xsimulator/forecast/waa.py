@@ -24,7 +24,7 @@ class Waa(Forecast[TwoLaneModel]):
     # Under light load, an encode batch contains the requests that arrived since the last batch.
     follows = ("encode_batch",)
     num_curves = 8
-    stations = Stations(admits_each_step=False, frees_together=False)
+    stations = Stations(admits_each_step=False, frees_together=False, has_encode_lane=True)
 
     def __init__(self, allocation: str | None = None) -> None:
         self._allocation = allocation

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.core.schema import Goal, Histogram, Workload
+from xgpt.core.schema import Constraint, Goal, Histogram, Workload
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
@@ -21,7 +21,13 @@ def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> LoadCur
     """One request at a time, the same time for each, admitted at once."""
     ones = np.ones(2)
     rest = dict.fromkeys(Performance.__dataclass_fields__, ones)
-    inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
+    inside = {
+        "throughput": ones / seconds,
+        "ttft": ones * seconds,
+        "tpot": 0 * ones,
+        "gate": 1e-9 * ones,
+        "prompt_s": ones * seconds,
+    }
     lengths = Lengths(Workload(name="one", input=ONE_LENGTH, output=ONE_LENGTH))
     goal = Goal(quantile, latency_bound_s=bound_s)
     return LoadCurves(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, goal, num_loads=2)
@@ -63,6 +69,24 @@ def test_rates_agree_with_the_simulated_engine(case: tuple[str, str, str, float]
     found = capacity(plan, asked.profile, predicted, edges=False)
     assert found is not None
     assert predicted == pytest.approx(found.rate_per_s, rel=0.3 if kind == "static" else 0.1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("llama-3.1-8b", "h100x8", "azure-conv", 0.064),
+        ("llama-3.1-8b", "h100x8", "azure-code", 0.145),
+        ("qwen3-14b", "a40x4", "chat-short", 0.25),
+    ],
+)
+def test_prompts_wait_only_while_the_encode_lane_is_busy(case: tuple[str, str, str, float]) -> None:
+    model, cluster, workload, ttft_s = case
+    asked = problem(model, cluster, workload)
+    asked = asked.under(Constraint(ttft_s=ttft_s))
+    (plan, predicted), *_ = Arrivals(Scheduler(asked)).of_kind("waa-m", 1)
+    found = capacity(plan, asked.profile, predicted, edges=False)
+    assert found is not None
+    assert predicted == pytest.approx(found.rate_per_s, rel=0.3)
 
 
 def test_other_bounds_cost_rate() -> None:
