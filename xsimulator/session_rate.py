@@ -17,12 +17,12 @@ from xgpt.core.schema import Capacity, Constraint, PlanDraft, Profile
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import draw_sessions
-from xgpt.core.turns import Floats
+from xgpt.core.turns import FIRST, Floats
 from xgpt.core.workload import TraceLengths, gamma_arrivals
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
 from xsimulator.session_routes import Route, counts_routes, run_routed
-from xsimulator.sessions import TurnTimes, run_sessions
+from xsimulator.sessions import TurnTimes, counted_turns, run_sessions
 
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
 """A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
@@ -65,6 +65,8 @@ class SessionTrial:
     Args:
         route: simulate all replicas with this router instead.
         keeps_nothing: whether every prompt is computed anew.
+        from_host: whether turns load all K/V of their sessions from host memory (see `loads_s`). Sessions must not
+            fork, and the plan must be one that can be counted.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SessionTrial:
         *,
         route: Route | None = None,
         keeps_nothing: bool = False,
+        from_host: bool = False,
     ) -> None:
         law = plan.workload.sessions
         assert law is not None
@@ -96,6 +99,7 @@ class SessionTrial:
             none = replace(self.trace.sessions, common=np.zeros_like(self.trace.sessions.common))
             self.trace = self.trace._replace(sessions=none)
         assert self.trace.sessions is not None
+        self._loads_s = loads_s(plan, self.trace) if from_host else None
         number = self.trace.sessions.session
         self.counts = (number >= count // 4) & (number < count - count // 4)
         self.num_sessions = count - count // 4 - count // 4
@@ -115,7 +119,9 @@ class SessionTrial:
             starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
             times[self.trace.sessions.first] = starts[self.trace.sessions.session[self.trace.sessions.first]]
             sent = self.trace._replace(timestamp_s=times)
-            if self._route is None:
+            if self._loads_s is not None:
+                run = self._from_host(sent, self._loads_s)
+            elif self._route is None:
                 run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
             else:
                 run = run_routed(self.plan, self._profile, sent, self._route, self._lanes)
@@ -126,6 +132,14 @@ class SessionTrial:
                 excess = np.inf
             self._known[rate] = SessionRun(run, excess, self.counts)
         return self._known[rate]
+
+    def _from_host(self, sent: TraceLengths, loads_s: Floats) -> TurnTimes:
+        """A turn's K/V is loaded before the turn waits, and the load is part of its waiting."""
+        assert sent.sessions is not None
+        later = sent._replace(sessions=replace(sent.sessions, pause_s=sent.sessions.pause_s + loads_s))
+        run = counted_turns(self.plan, self._lanes, later, from_host=True)
+        assert run is not None
+        return replace(run, trace=sent, arrived_s=run.arrived_s - loads_s)
 
     def keeps(self, rate: float) -> bool:
         return self.at(rate).excess <= 1 / (1 + self.plan.constraint.headroom)
@@ -171,6 +185,20 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
         growth = thirds[2] / max(thirds[before], 1e-9) / most
         found.append(growth if growth > 1 else 0.0)
     return max(found)
+
+
+def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:
+    """Return the seconds in which each turn's K/V comes from host memory, each device over its own link. Loads do not
+    wait for each other, and slow no step; what is still in device memory is loaded, too. # [turns]
+    """
+    sessions, link = trace.sessions, plan.cluster.host
+    assert sessions is not None and link is not None
+    shared = sessions.common[sessions.after == FIRST].min()
+    tokens = np.where(sessions.after == FIRST, 0, np.maximum(sessions.common - shared, 0))
+    per_token_s = plan.model.kv_bytes_per_token(plan.precision.kv) / (
+        link.bandwidth_bytes_per_s * plan.devices_per_replica
+    )
+    return np.where(tokens > 0, link.latency_s + tokens * per_token_s, 0.0)
 
 
 class SharesKept(NamedTuple):

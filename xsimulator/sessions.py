@@ -108,9 +108,14 @@ def counted_turns(
     trace: TraceLengths,
     route: int | None = None,
     slack: float = 0.0,
+    *,
+    from_host: bool = False,
 ) -> TurnTimes | None:
     """Run sessions by counts, on one replica or, with a router, on all (`xsimulator.counts.routed`). Return None if the
     plan or the sessions cannot be counted.
+
+    Args:
+        from_host: whether turns find all K/V of their sessions in host memory.
     """
     sessions = trace.sessions
     assert sessions is not None and trace.timestamp_s is not None
@@ -134,12 +139,13 @@ def counted_turns(
     runs = [counted_run(plan, lanes, stream) for _ in range(1 if route is None else plan.replicas + 1)]
     if not all(isinstance(each, OneLaneRun) for each in runs):
         return None
+    turn_stream = TurnStream(turns, _shared(trace), from_host)
     run: Run | RoutedRun
     if route is None:
         [run] = runs  # type: ignore[assignment]
-        run.in_sessions(TurnStream(turns, _shared(trace)))  # type: ignore[union-attr]
+        run.in_sessions(turn_stream)  # type: ignore[union-attr]
     else:
-        run = RoutedRun(runs, TurnStream(turns, _shared(trace)), route, slack)  # type: ignore[arg-type]
+        run = RoutedRun(runs, turn_stream, route, slack)  # type: ignore[arg-type]
     run.run()
     arrived, first, end = (1e-9 * run.of_turns(name).astype(float) for name in ("arrival_ns", "first_ns", "end_ns"))
     return TurnTimes(trace, arrived, first + plan.request_path_s, end + plan.request_path_s, run.of_turns("found"))

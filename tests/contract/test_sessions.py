@@ -16,6 +16,7 @@ from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
+from xsimulator.session_rate import loads_s
 from xsimulator.session_routes import Route, routed_engines, run_routed
 from xsimulator.sessions import counted_turns, logged_turns
 
@@ -78,6 +79,20 @@ def test_counts_and_engines_agree_on_replicas(profile: Profile, route: Route) ->
         counted, engines = run_routed(plan, profile, trace, route), routed_engines(plan, profile, trace, route)
         assert (counted.cached == engines.cached).all()
         assert (counted.end_s == engines.end_s).all() and (counted.first_s == engines.first_s).all()
+
+
+def test_turns_find_in_host_memory_what_device_memory_cannot_hold(profile: Profile) -> None:
+    plan, trace = _plan(profile, "quantile", "chunked", 500), _sent(60, 4.0)
+    lanes, sessions = lanes_of(plan, profile), trace.sessions
+    assert sessions is not None
+    kept, host = counted_turns(plan, lanes, trace), counted_turns(plan, lanes, trace, from_host=True)
+    assert kept is not None and host is not None
+    later = sessions.after >= 0
+    assert (host.cached[later] == sessions.common[later] // plan.block_size * plan.block_size).all()
+    assert host.reused_share > 1.5 * kept.reused_share and host.ttft_s.mean() < kept.ttft_s.mean()
+    # Llama 3.1 8B: 32 layers of 8 heads of 128 keys and values in 2 bytes, over PCIe 5.0 x16.
+    seconds = 10e-6 + sessions.common[later] * 32 * 8 * 128 * 2 * 2 / 64e9
+    assert loads_s(plan, trace)[later] == pytest.approx(seconds) and not loads_s(plan, trace)[~later].any()
 
 
 def test_a_shared_prefix_is_found_by_all_sessions(profile: Profile) -> None:

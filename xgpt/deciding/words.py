@@ -133,6 +133,10 @@ def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
     return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
 
 
+WORTH_IT = 0.02
+"""Gains in rates up to this share may be due to the precision of the simulated rates."""
+
+
 def session_lines(found: SessionEstimate) -> Iterator[str]:
     """Yield what turns find in the cache, and what keeping it gains."""
     last = found.reused_by_turn[-1]
@@ -147,6 +151,13 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
             f"Replayed whole, {_percent(found.log_turns_kept)} of your log's turns and "
             f"{_percent(found.log_sessions_kept)} of its sessions keep their bounds."
         )
+    if found.from_host_per_s is not None:
+        gain = found.from_host_per_s / found.rate_per_s - 1
+        text = "K/V moved to host memory between turns would "
+        if gain > WORTH_IT and found.host_bytes is not None:
+            text += f"serve {100 * gain:.0f}% more sessions ({found.from_host_per_s:.3g} sessions/s), in about "
+            text += f"{found.host_bytes / 2**30:,.0f} GiB (vLLM: --kv-offloading-size; simulated, not measured)"
+        yield f"{text}." if gain > WORTH_IT else f"{text}serve no more sessions: loading it takes as long."
     if found.routed:
         best = min(found.routed, key=lambda name: found.routed[name][1])
         said = [f"{seconds(wait)} by {name} ({100 * share:.0f}% found)" for name, (share, wait) in found.routed.items()]

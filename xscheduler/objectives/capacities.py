@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from xgpt.core.schema import MixingEdge, PlanDraft, Profile, ReuseEstimate
+from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.resolve import load_engine
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
@@ -66,7 +67,8 @@ def with_capacity(
 ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
 MOST_STEPS = 60_000
 """Routers of sessions that fork are compared in at most so many steps of simulated engines, 15,000 of them a second."""
-COARSE = 0.1
+COARSE, FINE, FULL = 0.1, 0.02, 0.99
+"""FULL: share of what could be found, above which a host's memory cannot help."""
 
 
 def in_sessions(
@@ -93,7 +95,21 @@ def in_sessions(
             else {}
         )
         sessions = sessions.but(alone_per_s=alone, routed=routed)
+        if plan.cluster.host is not None and counts_routes(plan) and reuse.share < FULL * trial.most_share:
+            sessions = _offloaded(plan, profile, sessions)
     return plan.with_estimate(capacity=found, sessions=sessions, reuse=reuse)
+
+
+def _offloaded(plan: PlanDraft, profile: Profile, sessions: SessionEstimate) -> SessionEstimate:
+    trial = SessionTrial(plan, profile, from_host=True)
+    rate = trial.highest(sessions.rate_per_s, FINE)
+    if not rate:
+        return sessions.but(from_host_per_s=0.0)
+    run, _, counts = trial.at(rate)
+    tokens = rate * float(per_session(run, counts, run.kept_token_s).mean())
+    return sessions.but(
+        from_host_per_s=rate, host_bytes=round(tokens * plan.model.kv_bytes_per_token(plan.precision.kv))
+    )
 
 
 def _is_short(plan: PlanDraft) -> bool:

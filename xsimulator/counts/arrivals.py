@@ -96,7 +96,7 @@ LANE = np.dtype(
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
     + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use preempted")
-    + _fields("has_turns num_due shared num_used num_kept first_kept last_kept")
+    + _fields("from_host has_turns num_due shared num_used num_kept first_kept last_kept")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
@@ -112,6 +112,7 @@ LANE = np.dtype(
 - num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
 - shared, num_used, num_kept: in sessions, numbers of blocks of the prefix that all share (`blocks` leaves them out), of
   those that running requests have beside it, and of those that are kept between turns.
+- from_host: whether turns find all K/V of their sessions in host memory.
 - first_kept, last_kept: the least and the most recently used session of which blocks are kept.
 - num_due: number of turns in the heap of those that will arrive.
 - emits: whether an encode step computes first tokens.
@@ -146,6 +147,7 @@ class TurnStream(NamedTuple):
 
     turns: Records
     shared: int
+    from_host: bool = False
 
 
 class GoalNs(NamedTuple):
@@ -280,6 +282,7 @@ class Run(ABC):
         sessions["before"] = sessions["after"] = NONE
         self.state = self.state._replace(turns=turns, due=due, sessions=sessions)
         lane["has_turns"], lane["num_due"], lane["first_kept"], lane["last_kept"] = True, len(first), NONE, NONE
+        lane["from_host"] = stream.from_host
         lane["shared"] = stream.shared // lane["block_size"]
         lane["blocks"] -= lane["shared"]
 

@@ -122,6 +122,8 @@ def find(s, lane, id_, context):
     request = s.requests[id_]
     turn = s.turns[request.turn]
     kept = unlink(s, lane, turn.session) if s.sessions[turn.session].kept else 0
+    if lane.from_host:
+        kept = max(turn.common // lane.block_size - lane.shared, 0)
     found = min(lane.shared + kept, (context - 1) // lane.block_size)
     if request.cached == NONE:  # otherwise it was preempted, and continues its own blocks
         found = min(found, turn.common // lane.block_size)

@@ -99,6 +99,12 @@ class SessionEstimate(Frozen):
     """Mean number of tokens whose K/V is kept for sessions that pause, on all replicas."""
     alone_per_s: float | None = None
     """Sessions a second of the same plan if no K/V is kept between turns, or None if not simulated."""
+    from_host_per_s: float | None = None
+    """Sessions a second of the same plan if turns load all K/V of their sessions from host memory, or None if not
+    simulated.
+    """
+    host_bytes: int | None = None
+    """Mean size of the K/V that is then kept in host memory for sessions that pause, on all replicas."""
     routed: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """By how turns are routed (to the replica of their session, by prefix, or to the one with the fewest requests): the
     share of prompt tokens found, and the constraint's quantile of a session's waiting in seconds, at this rate. Empty
