@@ -14,9 +14,9 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir, load_yaml
 from xgpt.core.schema import Workload
 from xgpt.core.trace_blocks import TracePrefixes
-from xgpt.core.workload import ArrivalProcess, Floats, Ints, TraceLengths, sample
+from xgpt.core.workload import Floats, Ints, TraceLengths, sample
 from xgpt.resolve import load_trace, workload_of
-from xsimulator.benchmarked import Benchmark, variation_of
+from xsimulator.benchmarked import Benchmark, times_at, variation_of
 
 BLOCK = 16
 """Tokens of a block of a shared prefix."""
@@ -65,8 +65,7 @@ def read_benchmark(command: str, workload: str | Workload | None = None, seed: i
         shape = 1.0 if (named := _number(given, tool, "shape")) is None else named
         if not shape:
             raise InputError("bench", f"--{tool['shape']['flags'][0]} 0", "it must be above 0")
-        drawn = ArrivalProcess.at(rate, variation_of(shape)).times(len(inputs), rng)
-        times = drawn * (len(inputs) / rate / drawn[-1])
+        times = times_at(rate, variation_of(shape), len(inputs), rng)
     elif clients is None and name == "aiperf profile":
         clients = 1.0
     if not max(inputs.max(), outputs.max(), prefix) <= MOST_TOKENS:

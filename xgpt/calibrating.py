@@ -22,7 +22,7 @@ from xgpt.core.io import read_text
 from xgpt.core.schema import EngineSpec, FittedLoads, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, histogram_of
-from xsimulator.benchmarked import LEAST_CV, Benchmark, simulate_benchmark, variation_of
+from xsimulator.benchmarked import LEAST_CV, Benchmark, simulate_benchmark, times_at, variation_of
 from xsimulator.fitted import Fit
 from xsimulator.run import run_simulation
 
@@ -97,7 +97,8 @@ class MeasuredLoad(NamedTuple):
         if not count:
             return None
         inputs, outputs = (np.resize(each, count) for each in self._lengths)
-        times = None if self.arrivals is None else self.arrivals.times(count, np.random.default_rng(0))
+        rate = self.rate_per_s
+        times = None if rate is None else times_at(rate, self.variation, count, np.random.default_rng(0))
         return Benchmark(self.source, TraceLengths(inputs, outputs, times), self.clients)
 
     @property
@@ -332,7 +333,8 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
     if clients is None and rate is None:
         raise KeyError("input_config: concurrency or request_rate")
     sent = None if clients is None else int(clients)
-    return MeasuredLoad(f"{tool}, {name}", inputs, outputs, sent, None if sent else rate, *figures)
+    ended = int(mean("request_count")) if "request_count" in data else None
+    return MeasuredLoad(f"{tool}, {name}", inputs, outputs, sent, None if sent else rate, *figures, num_requests=ended)
 
 
 def _found(config: Any, key: str) -> float | None:
@@ -360,4 +362,6 @@ def _of_guidellm(data: dict[str, Any], name: str) -> MeasuredLoad:
     tokens = (mean("prompt_token_count"),), (mean("output_token_count"),)
     figures = mean("requests_per_second"), mean("time_to_first_token_ms") / 1e3, mean("inter_token_latency_ms") / 1e3
     variation = LEAST_CV if kind == "constant" else 1.0
-    return MeasuredLoad(f"guidellm, {name}", *tokens, clients, None if clients else float(rate), *figures, variation)
+    ended = metrics.get("request_totals", data.get("request_totals", {})).get("successful")
+    rate_per_s = None if clients else float(rate)
+    return MeasuredLoad(f"guidellm, {name}", *tokens, clients, rate_per_s, *figures, variation, ended and int(ended))

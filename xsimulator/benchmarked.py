@@ -9,10 +9,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+import numpy as np
+
 from xgpt.core.policies import Rule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import PlanDraft, Profile, Workload
-from xgpt.core.workload import TraceLengths, histogram_of
+from xgpt.core.workload import ArrivalProcess, Floats, TraceLengths, histogram_of
 from xsimulator.clock import Span
 from xsimulator.run import Simulated, check_fits, read_log, run_requests, times_of
 
@@ -38,6 +40,14 @@ def variation_of(shape: float) -> float:
     means equal gaps.
     """
     return max(LEAST_CV, shape**-0.5)
+
+
+def times_at(rate_per_s: float, variation: float, count: int, rng: np.random.Generator) -> Floats:
+    """Return the times at which a benchmark sends its requests. Their mean rate is exact, as in vLLM's benchmark.
+    # [count]
+    """
+    drawn = ArrivalProcess.at(rate_per_s, variation).times(count, rng)
+    return drawn * (count / rate_per_s / drawn[-1])
 
 
 def simulate_benchmark(plan: PlanDraft, profile: Profile, benchmark: Benchmark, rule: Rule | None = None) -> Simulated:

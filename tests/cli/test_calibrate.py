@@ -37,6 +37,7 @@ def aiperf(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str, 
         "inter_token_latency": {"unit": "ms", "avg": 1e3 * tpot_s},
         "input_sequence_length": {"unit": "tokens", "avg": INPUT},
         "output_sequence_length": {"unit": "tokens", "avg": OUTPUT},
+        "request_count": {"unit": "requests", "avg": 200.0},
         "input_config": {"loadgen": {"concurrency": clients}},
     }
 
@@ -51,7 +52,9 @@ def guidellm(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str
     figures = dict(zip(names, (rps, 1e3 * ttft_s, 1e3 * tpot_s), strict=True))
     figures |= {"prompt_token_count": INPUT, "output_token_count": OUTPUT}
     metrics = {name: {"successful": {"mean": value}} for name, value in figures.items()}
-    return {"benchmarks": [{"config": {"strategy": {"type_": "concurrent", "streams": clients}}, "metrics": metrics}]}
+    counts = {"request_totals": {"successful": 200, "incomplete": 8, "errored": 0, "total": 208}}
+    strategy = {"type_": "concurrent", "streams": clients}
+    return {"benchmarks": [{"config": {"strategy": strategy}, "metrics": metrics | counts}]}
 
 
 TOOLS = (vllm, aiperf, genai_perf, guidellm)
@@ -86,6 +89,7 @@ def test_results_of_four_tools_say_the_same(tool: Callable[..., dict[str, Any]],
     [load] = read_loads(written(tmp_path / "result.json", tool(8, 2.5, 0.2, 0.03)))
     assert (load.clients, load.rate_per_s, load.inputs, load.outputs) == (8, None, (INPUT,), (OUTPUT,))
     assert load.figures == pytest.approx((2.5, 0.2, 0.03))
+    assert load.benchmark is not None and len(load.benchmark.requests.input) == 200
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,9 @@ def test_arrivals_are_simulated_as_vllm_sent_them(
     """Each request takes 1.97 s, so that 1.97 are outstanding: two clients leave no request waiting for a third."""
     [load] = read_loads(written(tmp_path / "result.json", vllm(8, 1.0, 0.2, 0.03) | changes))
     assert (load.clients, load.arrivals) == (clients, arrivals)
+    assert load.benchmark is not None
+    if (times := load.benchmark.requests.timestamp_s) is not None:
+        assert times[-1] == pytest.approx(200)  # 200 requests at one a second, as vLLM stretches its gaps
 
 
 def test_failed_requests_are_not_short_ones(tmp_path: Path) -> None:
@@ -116,6 +123,8 @@ def test_arrivals_at_equal_gaps_are_simulated_so(tmp_path: Path) -> None:
     document["benchmarks"][0]["config"]["strategy"] = {"type_": "constant", "rate": 1.0}
     [load] = read_loads(written(tmp_path / "result.json", document))
     assert load.arrivals == ArrivalProcess.at(1.0, 1e-3)
+    assert load.benchmark is not None and load.benchmark.requests.timestamp_s is not None
+    assert load.benchmark.requests.timestamp_s[-1] == pytest.approx(200)
 
 
 @pytest.mark.long
