@@ -85,9 +85,9 @@ class Page:
                 raise TimeoutError(f"{condition}: {self.run('document.body.innerText')}")
             time.sleep(0.02)
 
-    def shoot(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+    def shoot(self, path: Path, *, whole: bool = True) -> None:
+        """Write a picture of the whole page, or of what the window shows."""
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict[str, Any]:

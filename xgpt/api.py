@@ -457,16 +457,27 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
         InputError: the trace is malformed, or the server runs another model.
         MachineError: the server does not answer, or has seen too few requests.
     """
+    from xgpt.core.load import LogLoad
+    from xgpt.core.traces import read_lengths
+    from xgpt.deciding.again import replan_for
     from xprofiler.store import profile_of
     from xscheduler.replanning.judge import Terms
-    from xscheduler.replanning.replanner import Replanned, observe_source, propose
+    from xscheduler.replanning.replanner import Replanned, observe_server, propose
 
-    request = request_of(ReplanRequest, {"lengths": lengths, **asked})
-    running, observation = observe_source(_plan(plan), request.lengths, request.growth)
+    request, running = request_of(ReplanRequest, {"lengths": lengths, **asked}), _plan(plan)
+    log = None
+    if request.lengths.startswith(("http://", "https://")):
+        running, observation = observe_server(running, request.lengths)
+    else:
+        log = LogLoad.of(Path(request.lengths).stem, read_lengths(Path(request.lengths), "lengths"), request.growth)
     if request.replan_policies == "all":
         running = running.deployed(pinned=Pinned())
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
-    decision, then = propose(running, profile_of(running, request.profile), observation, terms)
+    profile = profile_of(running, request.profile)
+    if log is None:
+        decision, then = propose(running, profile, observation, terms)
+    else:
+        observation, (decision, then) = replan_for(running, profile, log, terms)
     return Replanned(running, observation, decision, then or running)
 
 

@@ -59,8 +59,7 @@ def compare(
 def _explain(found: Compared) -> None:
     parts = [*summary(found.planned), *found.notes, *found.answer]
     if found.current is not None:
-        title = "the current deployment at its highest arrival rate"
-        parts.append(render.plans_table({"current": found.current}, title))
+        parts.append(render.plans_table({"current": found.current}, "the current deployment"))
     if found.ranges:
         parts.append(render.assumptions_table(found.ranges))
     if found.relaxed:

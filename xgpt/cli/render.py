@@ -140,7 +140,7 @@ LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot m
 """Columns of plans that are left out on a narrow terminal, in this order."""
 
 
-def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
+def plans_table(plans: dict[str, Plan], title: str = "each policy") -> Fitting:
     """Return a table of each plan's figures, including the arrival rate and the throughput at saturation."""
     rows = []
     for kind, plan in plans.items():
@@ -178,9 +178,10 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
         for i, name in enumerate(columns)
         if name not in ("whole s", "tpot ms", "cost/Mtok") or any(row[i] != "-" for row in rows)
     ]
-    if title is None:
-        what = next(iter(plans.values())).constraint.maximises_arrivals
-        title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} within the bounds"
+    arrives = next(iter(plans.values())).constraint.maximises_arrivals
+    what = "arrival rate" if arrives else "saturated throughput"
+    title = f"{title}'s highest {what} within the bounds"
+    title += "; from req/s on: while requests are always waiting" if arrives else ""
     below = [f"{kind}: {settings_text(plan)}" for kind, plan in plans.items()]
     return Fitting(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows], LEAST, below)
 

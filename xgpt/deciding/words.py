@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
@@ -53,7 +54,9 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
     if load is not None and not load.holds:
         copies = f"{found.would_hold // best.num_devices} copies" if found.would_hold else ""
-        would = f"; {found.would_hold} would, as {copies} of {'it' if keeps else 'this plan'}" if copies else ""
+        would = (
+            f"; {found.would_hold} would, as {copies} of {'what runs now' if keeps else 'this plan'}" if copies else ""
+        )
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
         yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
     yield from ((ALWAYS, text) for text in _answer(found))
@@ -66,7 +69,9 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     else:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
-        known = {"share_kept": None} if keeps else {"confidence": None} if found.sizes else {}
+        known: dict[str, Any] = {"share_kept": None} if keeps else {"confidence": None} if found.sizes else {}
+        if keeps and load.worst_window == load.window:
+            known["worst_share_kept"] = None
         yield ALWAYS, f"Your load: {load_in_words(load.but(**known), windows=found.now is None)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
@@ -75,7 +80,7 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     if found.gain is not None:
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
-        yield 7, f"Devices: {_sizes(found.sizes)}."
+        yield 7, f"Devices{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
     if found.runner_up is not None:
         is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
@@ -241,6 +246,8 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
     best = decision.best
     if decision.action == "keep" or best is None:
         said = [f"Keep what runs now: {decision.reason}."]
+        if best is None and (rate := decision.running.arrival_rate_per_s):
+            said.append(f"It keeps the bounds up to {rate:.3g} requests/s.")
     else:
         names = ", ".join(f"{each.name} {getattr(best.policy, each.name)}" for each in best.policy.variables)
         pause = f", which pauses requests for {decision.pause_s:.2g} s" if decision.pause_s else ""

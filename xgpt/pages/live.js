@@ -15,7 +15,7 @@ function lines(id, label, samples, key, marks, scale = 1) {
   const known = samples.filter((sample) => sample[key] !== null);
   const values = known.map((sample) => scale * sample[key]);
   const shown = marks.filter((mark) => mark.value !== null && mark.value !== undefined);
-  const top = 1.1 * Math.max(0, ...values, ...shown.map((mark) => mark.value)) || 1;
+  const most = Math.max(0, ...values, ...shown.map((mark) => mark.value)), top = (scale === 100 ? Math.min(100, 1.1 * most) : 1.1 * most) || 1;
   const first = samples.length ? samples[0].at_s : 0, last = samples.length ? samples[samples.length - 1].at_s : 1;
   const {svg, x, y} = axes(id, label, first, last, top);
   for (const mark of shown)
@@ -117,7 +117,7 @@ function show(live) {
   histogram("input-chart", "input lengths", lengths.input);
   histogram("output-chart", "output lengths", lengths.output);
   if (observation)
-    byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; Wasserstein distance from the planned lengths: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} requests arrive a second.`;
+    byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; Wasserstein distance from the planned lengths: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens${observation.arrival_rate_per_s === null ? "" : `; ${number(observation.arrival_rate_per_s)} requests arrive a second`}.`;
   const none = live.decisions.length ? "" : "None yet: neither lengths nor step times have clearly changed.";
   byId("replans").className = live.failures ? "bad" : "quiet";
   byId("replans").textContent = !live.replans ? "Re-planning is off." : live.failures ? `The last ${live.failures === 1 ? "judgement" : `${live.failures} judgements`} of the plan failed: ${live.decisions[live.decisions.length - 1].reason}.` : live.judging_since ? `Something has changed: re-planning has been at work since ${live.judging_since}.` : none;

@@ -109,6 +109,10 @@ def engine_in_words(plan: Plan) -> list[str]:
     return lines
 
 
+USEFUL = 30.0
+"""A range whose ends differ by a larger factor helps no decision."""
+
+
 def ranges_from_rows(plan: Plan) -> list[str]:
     """Return a line on the likely ranges of a plan's figures. They follow from prediction errors on published
     measurements. Return nothing if steps were measured.
@@ -123,7 +127,10 @@ def ranges_from_rows(plan: Plan) -> list[str]:
     for name, (text, unit) in figures.items():
         if (rows := plan.estimate.ranges_from.get(name)) is not None:
             low, high = plan.estimate.ranges[name]
-            parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
+            known = (
+                f"{low:.3g} to {high:.3g} {unit}" if high <= USEFUL * low else "too uncertain for a range, so measure"
+            )
+            parts.append(f"{text} {known} ({rows})")
     return [f"likely ranges, which hold in nine of ten cases: {'; '.join(parts)}"] if parts else []
 
 

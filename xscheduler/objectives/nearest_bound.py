@@ -53,7 +53,13 @@ def never_kept(
         f"{binding}: {where}, at any arrival rate; the nearest {can_be} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
+        reason=f"no schedule keeps the bounds at any rate; the nearest {can_be} {_said(nearest)}",
     )
+
+
+def _said(bounds: Mapping[str, float]) -> str:
+    names = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+    return " and ".join(f"{names.get(name, name)} {value:.3g} s" for name, value in bounds.items())
 
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:

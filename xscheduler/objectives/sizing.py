@@ -48,6 +48,11 @@ class ClusterChoice:
     why_not: str = ""
 
 
+def _in_words(error: InfeasibleError) -> str:
+    is_sentence = error.reason and not error.reason.startswith(";")
+    return error.reason if is_sentence else str(error).partition(": ")[2]
+
+
 def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
     """Return the smallest number of devices on which a plan sustains the rate with the wanted confidence.
 
@@ -62,7 +67,7 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
         try:
             tried[number] = judge(number, wanted)
         except InfeasibleError as error:
-            tried[number] = Judged(0.0, str(error))
+            tried[number] = Judged(0.0, _in_words(error))
         return tried[number].confidence >= wanted
 
     fewest = 1 + bisect_left(range(1, most), True, key=is_enough)
@@ -85,7 +90,7 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         try:
             fewest = fewest_devices(problem.cluster.num_devices, judge, wanted)
         except InfeasibleError as error:
-            ranked.append((2, 0.0, ClusterChoice(problem, None, None, error.reason or str(error).partition(": ")[2])))
+            ranked.append((2, 0.0, ClusterChoice(problem, None, None, _in_words(error))))
             continue
         unsure = dict(fewest.tried)[fewest.number].confidence < wanted
         cost = price * fewest.number

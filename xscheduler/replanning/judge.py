@@ -228,6 +228,8 @@ class ArrivalsJudge(Judge):
 
     @cached_property
     def _predicted(self) -> Outcome:
+        if self.situation.as_planned and self.plan.estimate.capacity is not None:
+            return self.outcome(self.plan)
         found = self._reestimated
         try:
             check_fits(found, found.workload)
@@ -282,7 +284,7 @@ class ArrivalsJudge(Judge):
         any_rate = self.plan.constraint.but(arrival_rate_per_s=None)
 
         def admitting(found: PlanDraft) -> PlanDraft:
-            running = self.plan.admission.but(max_running=found.admission.max_running)
+            running = _admission(self.plan, found).but(order=self.plan.admission.order)
             return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
 
         def planned(problem: Problem) -> Iterable[Found]:
@@ -311,7 +313,7 @@ def _ruled_alike(found: PlanDraft, running: PlanDraft, profile: Profile) -> Plan
 
 def _admission(plan: PlanDraft, best: PlanDraft) -> Admission:
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
-    return plan.admission.but(max_running=best.admission.max_running, order=order)
+    return best.admission.but(order=order)
 
 
 def replaced(plan: PlanDraft, found: Found, *, in_place: bool) -> Found:

@@ -25,12 +25,11 @@ from xgpt.connection import Failure, answer_of, own_api_key
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, MachineError, XgptError, reason_of
 from xgpt.core.io import parse, sha256
-from xgpt.core.load import NO_GROWTH, Growth, LogLoad
+from xgpt.core.load import LogLoad
 from xgpt.core.processes import run_module
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
@@ -38,6 +37,7 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 if TYPE_CHECKING:
+    from xscheduler.replanning.decide import Replayed
     from xscheduler.replanning.judge import Terms
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,19 @@ class Replanned:
     plan: Plan
 
 
-def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Compare a running plan with the best plan. Return the decision and the new plan, if any."""
+def propose(
+    plan: Plan,
+    profile: Profile,
+    observation: Observation,
+    terms: Terms | None = None,
+    replayed: Replayed | None = None,
+) -> Proposal:
+    """Compare a running plan with the best plan. Return the decision and the new plan, if any. See `judged`."""
     from xscheduler.replanning.decide import judged
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
-    verdict = judged(plan, profile, observation, terms, slowdown)
+    verdict = judged(plan, profile, observation, terms, slowdown, replayed)
     then, lengths = verdict.plan if verdict.switch else None, observation.workload
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -114,32 +120,29 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
     return f"a user asked for a decision, after {observation.num_requests} requests"
 
 
-def observe_source(plan: Plan, source: str, growth: Growth = NO_GROWTH) -> tuple[Plan, Observation]:
-    """Return the running plan, and what was observed of its requests, such as input and output lengths in tokens.
+def observe_log(plan: Plan, log: LogLoad) -> Observation:
+    """Return what a log shows of a plan's requests: their lengths, the rate of the busiest window, shared prefixes."""
+    lengths, busiest = log.requests, log.busiest
+    observation = observe_lengths(lengths.input, lengths.output, plan.workload)
+    if busiest is not None:
+        observation = observation.but(arrival_rate_per_s=busiest.rate_per_s)
+    if lengths.prefixes is not None:
+        curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
+        kept = most_kept(plan) if estimated is None else estimated.kept_blocks
+        observation = observation.but(reuse=summary_of(curve, curve.share(kept * plan.block_size)))
+    return observation
 
-    If the source is a trace file, `plan` is taken as the running plan, since the file contains only requests. If the
-    source is a running server, both come from the server.
+
+def observe_server(plan: Plan, source: str) -> tuple[Plan, Observation]:
+    """Return the plan that a server runs, and what it has observed of its requests.
 
     Args:
-        source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).
+        source: the URL of a server (without /plan).
 
     Raises:
-        InputError: the file at `source` is malformed, or the server runs another model or version.
+        InputError: the server runs another model or version.
         MachineError: the server does not respond, or has served too few requests.
     """
-    if not source.startswith(("http://", "https://")):
-        load = LogLoad.of(Path(source).stem, read_lengths(Path(source), "lengths"), growth)
-        lengths, busiest = load.requests, load.busiest
-        observation = observe_lengths(lengths.input, lengths.output, plan.workload)
-        if busiest is not None:
-            observation = observation.but(arrival_rate_per_s=busiest.rate_per_s)
-        if lengths.prefixes is not None:
-            curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
-            kept = most_kept(plan) if estimated is None else estimated.kept_blocks
-            reuse = summary_of(curve, curve.share(kept * plan.block_size))
-            observation = observation.but(reuse=reuse)
-        return plan, observation
-
     says = ""
     try:
         status, body = answer_of(f"{source.rstrip('/')}/plan", seconds=ANSWER_S, api_key=own_api_key())

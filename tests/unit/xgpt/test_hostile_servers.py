@@ -28,7 +28,7 @@ from xgpt.metrics_pages import samples_of
 from xgpt.tuning import metrics
 from xgpt.tuning.watch import post
 from xrunner.server.access.keys import ApiKeys
-from xscheduler.replanning.replanner import observe_source
+from xscheduler.replanning.replanner import observe_server
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 
@@ -83,7 +83,7 @@ def test_what_servers_of_others_answer_ends(answer: str, monkeypatch: pytest.Mon
         with pytest.raises(MachineError):
             busy_of_workers(url)
         with pytest.raises(MachineError):
-            observe_source(fake_plan(), url)
+            observe_server(fake_plan(), url)
         assert metrics.read_page(url) is None
         assert not post(url, alarm)
         assert time.monotonic() - started < 6

@@ -81,7 +81,7 @@ class Recent:
 
 def _quantile(seconds: Iterable[float], quantile: float) -> float | None:
     values = list(seconds)
-    return float(np.quantile(values, quantile)) if values else None
+    return float(np.quantile(values, quantile, method="higher")) if values else None
 
 
 logger = logging.getLogger(__name__)

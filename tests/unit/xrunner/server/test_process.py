@@ -26,7 +26,7 @@ from xgpt.core.errors import InputError, MachineError
 from xrunner.server.http import answer
 from xrunner.server.http.listener import most_connections
 from xrunner.server.http.process import server_context
-from xscheduler.replanning.replanner import observe_source
+from xscheduler.replanning.replanner import observe_server
 
 PROGRAM = """
 import signal
@@ -177,11 +177,11 @@ def test_https(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) 
             asyncio.run(replay(url, [ClientRequest([1], 3, 8)], concurrency=1))
         plan = fake_plan()
         with pytest.raises(MachineError, match="certificate"):
-            observe_source(plan, url)
+            observe_server(plan, url)
         with monkeypatch.context() as context:
             context.setenv("SSL_CERT_FILE", str(cert))
             tls_context.cache_clear()
-            assert observe_source(plan, url)[0].model == plan.model
+            assert observe_server(plan, url)[0].model == plan.model
         tls_context.cache_clear()
         # Neither older TLS nor plain HTTP is answered, and neither takes the server along.
         old = ssl.create_default_context(cafile=cert)

@@ -24,7 +24,7 @@ from xgpt.observation.windows import observe, observe_lengths
 from xrunner.server.observe import watch as watching
 from xrunner.server.observe.watch import Ended, Recent, Watch
 from xscheduler.replanning import replanner
-from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
+from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_server
 from xscheduler.schedule import Scheduler
 
 
@@ -109,7 +109,7 @@ def test_a_change_is_judged_and_every_decision_shown(
     monkeypatch.setattr(watching, "RETRY_S", 0.0)
     assert get(url, "/plan").json()["observed"] is None
     with pytest.raises(MachineError, match="too few requests have ended"):
-        observe_source(fake_plan(), url)
+        observe_server(fake_plan(), url)
     for round_, num_tokens in enumerate((20, 40, 80), start=1):
         # No look while requests run, however slow the machine is: a round is then judged only once.
         monkeypatch.setattr(observer, "LOOK_INTERVAL_S", math.inf)
@@ -125,12 +125,12 @@ def test_a_change_is_judged_and_every_decision_shown(
     plan = get(url, "/plan").json()
     assert plan["plan"]["policy"]["max_batch"] == 32
     assert plan["observed"]["output_distance"] > 0
-    running_plan, observed = observe_source(fake_plan(), url)
+    running_plan, observed = observe_server(fake_plan(), url)
     assert running_plan == fake_plan(policy=OrcaSettings(max_batch=32))
     assert observed.num_requests == plan["observed"]["num_requests"]
     other = fake_plan(model=SPEC.model_copy(update={"name": "other"}))
     with pytest.raises(InputError, match="it serves fake, but the plan is for other"):
-        observe_source(other, url)
+        observe_server(other, url)
     metrics = get(url, "/metrics").text
     for action in ("keep", "failed", "swap"):
         assert f'xgpt_plan_decisions_total{{action="{action}",cause="lengths"}} 1.0' in metrics

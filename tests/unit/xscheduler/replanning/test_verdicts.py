@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
 from tests.rings import few
+from xgpt import api
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.load import LogLoad
 from xgpt.core.schema import Constraint, Observation, OrcaSettings, Outcome, Pinned, Plan
 from xgpt.core.schema.plan import rate_of
+from xgpt.core.traces import read_lengths
 from xgpt.core.workload import sample
+from xgpt.deciding.load import at_load, carried
 from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
 from xscheduler.found import Found
@@ -76,6 +81,37 @@ def test_who_asks_is_told_to_keep_a_plan_that_holds_the_load_and_a_server_swaps_
     assert decision.running.keeps_bound and decision.best is not None and decision.gain >= 0.05
     assert plan is None and decision.action == "keep" and "it keeps the bounds at your load" in decision.reason
     assert propose(running(), OF.profile, quiet.model_copy(update={"cause": "lengths"}))[1] is not None
+
+
+def test_a_log_is_judged_by_its_replay_not_by_the_rate_of_its_busiest_window(tmp_path: Path) -> None:
+    """`xgpt compare` kept a deployment that `xgpt replan` replaced: more arrive in a short window than can for long."""
+    plan, rng = running(), np.random.default_rng(0)
+    rate = rate_of(plan)
+    gaps = [rng.exponential(1 / (factor * rate), number) for factor, number in ((0.3, 600), (1.1, 560), (0.3, 600))]
+    inputs, outputs = sample(OF.workload, 1760, rng)
+    rows = zip(np.cumsum(np.concatenate(gaps)), inputs, outputs, strict=True)
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(["timestamp_s,input,output", *(f"{at:.3f},{i},{o}" for at, i, o in rows)]) + "\n")
+    (tmp_path / "profile.json").write_text(OF.profile.model_dump_json())
+    found = api.replan(plan, str(path), profile=str(tmp_path / "profile.json"))
+    load = carried(LogLoad.of("log", read_lengths(path)), None)
+    assert load is not None and load.log is not None and rate < load.rate_per_s
+    assert at_load(plan, OF.profile, load).holds
+    assert found.decision.action == "keep" and found.decision.running.keeps_bound
+    again = api.replan(
+        plan.model_copy(update={"workload": load.log.workload}), str(path), profile=str(tmp_path / "profile.json")
+    )
+    assert again.decision.running.arrival_rate_per_s == rate, "the figures of plan.json, where nothing differs"
+    assert found.decision.reason.startswith("it keeps ") and "of 1,760 requests" in found.decision.reason
+
+
+def test_a_plan_with_k_v_by_quantile_is_compared_with_a_static_batch() -> None:
+    """The candidate got the running plan's promise of K/V memory, with which no static batch is built."""
+    plan = running()
+    plan = plan.but(admission=plan.admission.but(kv="quantile", max_running=64))
+    situation = Situation.of(plan, OF.profile, observed(1.0, 1.0))
+    found = ArrivalsJudge(situation, Terms()).best(("static",), in_place=False)
+    assert (found.draft.policy.kind, found.draft.admission.kv) == ("static", "reserve")
 
 
 def test_an_encoder_decoder_goes_over_to_a_plan_for_other_lengths() -> None:
