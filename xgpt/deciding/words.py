@@ -246,8 +246,6 @@ def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
     best = decision.best
     if decision.action == "keep" or best is None:
         said = [f"Keep what runs now: {decision.reason}."]
-        if best is None and (rate := decision.running.arrival_rate_per_s):
-            said.append(f"It keeps the bounds up to {rate:.3g} requests/s.")
     else:
         names = ", ".join(f"{each.name} {getattr(best.policy, each.name)}" for each in best.policy.variables)
         pause = f", which pauses requests for {decision.pause_s:.2g} s" if decision.pause_s else ""

@@ -28,7 +28,6 @@ class Situation:
     Attributes:
         profile: the measured profile, to which the plan's slowdown is not applied.
         reuse: observed prefix reuse. None means the plan's expected reuse.
-        as_planned: whether lengths, pace and reuse are the plan's, so that its figures hold.
     """
 
     plan: PlanDraft
@@ -38,7 +37,6 @@ class Situation:
     arrival_rate_per_s: float | None = None
     reuse: ObservedReuse | None = None
     goodput: float | None = None
-    as_planned: bool = False
     unbuilt: list[str] = field(default_factory=list)
 
     @property
@@ -51,12 +49,11 @@ class Situation:
         rate = observation.arrival_rate_per_s
         reuse = observation.reuse if plan.replicas == 1 else None
         running = with_reuse(at_pace(plan, slowdown), reuse)
-        same = lengths.input == plan.workload.input and lengths.output == plan.workload.output and running == plan
-        return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput, same)
+        return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
     def under(self, latency_bound_s: float) -> Situation:
         constraint = self.plan.constraint.but(latency_bound_s=latency_bound_s)
-        return replace(self, plan=self.plan.but(constraint=constraint), as_planned=False)
+        return replace(self, plan=self.plan.but(constraint=constraint))
 
     def problem(self, *, in_place: bool) -> Problem:
         """Return the planning problem on the server's devices. Its best plan may take over.

@@ -98,10 +98,6 @@ def test_a_log_is_judged_by_its_replay_not_by_the_rate_of_its_busiest_window(tmp
     assert load is not None and load.log is not None and rate < load.rate_per_s
     assert at_load(plan, OF.profile, load).holds
     assert found.decision.action == "keep" and found.decision.running.keeps_bound
-    again = api.replan(
-        plan.model_copy(update={"workload": load.log.workload}), str(path), profile=str(tmp_path / "profile.json")
-    )
-    assert again.decision.running.arrival_rate_per_s == rate, "the figures of plan.json, where nothing differs"
     assert found.decision.reason.startswith("it keeps ") and "of 1,760 requests" in found.decision.reason
 
 
