@@ -164,7 +164,7 @@ def _memory_of_two_copies() -> Iterator[Claim]:
             "out of memory" if plan is None else f"{plan.estimate.throughput_rps:.2f} req/s",
             "out of memory",
             plan is None,
-            f"memory beside the weights, whose two copies take {weights / 1e9:.0f} of {device / 1e9:.0f} GB a device; "
+            f"memory beside two copies of weights ({weights / 1e9:.0f} of {device / 1e9:.0f} GB a device); "
             f"holds if buffers and K/V take over {1 - weights / device:.0%}",
         )
 
@@ -177,7 +177,7 @@ def _cost_of_scheduling(rows: Sequence[Row]) -> Iterator[Claim]:
     yield judged(
         "ExeGPT 7.7",
         "exhaustive search over branch and bound, least",
-        "60x (5 hours, 5 minutes)",
+        "60x",
         f"{times:.0f}x the settings",
         "at least 60x",
         times >= 60,
@@ -281,7 +281,7 @@ def figure_9() -> Iterator[Claim]:
         share = 100 * weights / memory
         yield judged(
             "ExeGPT Fig. 9",
-            f"WAA's second copy of weights, as a share of all memory: {model}",
+            f"WAA's second copy of weights, of all memory: {model}",
             f"{paper}%",
             f"{share:.1f}%",
             "within 5 points",
@@ -310,7 +310,7 @@ def figure_10() -> Iterator[Found]:
     mean, most = float(np.mean(here.over)), max(here.over)
     at_quantile = f"{np.mean(here.over_at_quantile):.1f}x at p99's length"
     others = ", ".join(f"{longest}: {max(figures.over):.1f}x" for longest, figures in found.items())
-    longest = f"the longest output, for which FT waits, here {LONGEST_OUTPUTS[0]} tokens (the paper's is unstated): "
+    longest = f"the longest output, for which FT waits (unstated), here {LONGEST_OUTPUTS[0]}: "
     yield within("ExeGPT Fig. 10", "over FT on Azure's lengths, mean", 4.4, mean, 0.35, "x", at_quantile)
     yield within("ExeGPT Fig. 10", "over FT on Azure's lengths, most", 8.7, most, 0.4, "x", longest + others)
     yield judged(

@@ -10,7 +10,7 @@ from tools import svg
 
 NUMBER = re.compile(r"[-+]?([0-9.]+) ?(%|x|s|req/s|GB|stages|minutes)?$")
 SHORTER = (
-    (", as a share of all memory", ""),
+    (", of all memory", ""),
     (", rate at twice a lone request's time per token", " at twice a lone request's time"),
     ("engines alone, ", ""),
 )

@@ -155,7 +155,7 @@ def slots() -> Iterator[Found]:
         holds = "holds with " * (abs(seven / paper - 1) <= 1 - LEAST < abs(best / paper - 1))
         why = (
             f"the lengths of answers (unstated): here the prompts'; {holds}geometric ones of mean 20 ({seven:.2f}x "
-            f"with 7 slots); slots that are not freed early: {kept:.2f}x"
+            f"with 7 slots); not freed early: {kept:.2f}x"
         )
         yield within(source, f"slots over pure rows, {rows} rows", paper, best, 0.15, "x", why)
     columns = tuple(alike[0])
