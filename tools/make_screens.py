@@ -50,6 +50,7 @@ def main() -> None:
         def photograph(name: str, address: str, ready: str = "true") -> None:
             page.open(address)
             page.wait(f"document.readyState === 'complete' && ({ready})", PATIENCE_S)
+            page.call("Emulation.setScrollbarsHidden", hidden=True)
             shots = [(IMAGES / f"{name}.png", 1280, 1100)]
             shots += [] if small is None else [(small / f"{name}-400.png", 400, 3000)]
             for path, width, height in shots:
