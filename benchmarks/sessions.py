@@ -31,7 +31,6 @@ from xscheduler.objectives.capacities import ROUTES
 from xscheduler.objectives.sessions import KINDS, found_in_sessions
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xsimulator import session_rate
 from xsimulator.run import run_requests
 from xsimulator.session_rate import SessionTrial
 from xsimulator.sessions import logged_turns
@@ -64,8 +63,9 @@ def random_law(rng: np.random.Generator, most: int) -> SessionLaw:
 
 
 def random_problem(rng: np.random.Generator) -> Problem:
-    """Return a small problem: short sessions, and runs of few turns."""
-    session_rate.MOST_TURNS, session_rate.LARGEST_RUN = 2000, 6000
+    """Return a problem of short sessions. Its runs are as long as a plan's: in runs of 2,000 turns, queues that grow do
+    not yet break bounds, so that rates above the ceiling seem to be kept.
+    """
     model = str(rng.choice(MODELS))
     most = 1500 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
     workload = workload_of_law("random", random_law(rng, most))
