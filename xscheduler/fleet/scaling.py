@@ -7,7 +7,7 @@ for its rate, also takes the load that exceeds what the others hold: ceil((facto
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import ceil
 
@@ -27,16 +27,16 @@ class Scaling:
     """The rule of a fleet.
 
     Attributes:
-        rates: for each kind, the lowest rate that a replica holds for any of the day's lengths, requests/s. # [kinds]
+        rates: for each kind, the rate that a replica holds for the day's mix of lengths, requests/s. The schedule has
+            the replicas that times of heavier lengths need. # [kinds]
         factor: factor on the load: the fleet's load factor, but at least 1.
         least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
     """
 
     def __init__(self, fleet: FleetPlan) -> None:
         self.fleet = fleet
-        used = sorted({interval.lengths for interval in fleet.intervals})
         self.factor = max(1.0, fleet.load_factor)
-        self.rates = tuple(min(kind.rates_per_s[group] for group in used) for kind in fleet.kinds)
+        self.rates = tuple(_mixed(kind.rates_per_s, fleet) for kind in fleet.kinds)
         counts = np.asarray([interval.replicas for interval in fleet.intervals])
         self.least, self.most = tuple(counts.min(axis=0).tolist()), tuple(counts.max(axis=0).tolist())
         able = [number for number, rate in enumerate(self.rates) if rate > 0 and self.most[number]]
@@ -69,6 +69,14 @@ class Scaling:
             rest = ceil((self.factor * load_per_s - others) / self.rates[self.marginal] - SPARED)
             counts[self.marginal] = max(counts[self.marginal], rest)
         return tuple(counts)
+
+
+def _mixed(rates: Sequence[float], fleet: FleetPlan) -> float:
+    """Return a replica's rate when requests come as they do over the day, given its rate for each of the lengths."""
+    shares = [(each.rate_per_s, rates[each.lengths]) for each in fleet.intervals if each.rate_per_s > 0]
+    if not shares or min(rate for _, rate in shares) <= 0:
+        return 0.0
+    return sum(load for load, _ in shares) / sum(load / rate for load, rate in shares)
 
 
 class Follower:

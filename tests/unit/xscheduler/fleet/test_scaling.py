@@ -57,3 +57,14 @@ def test_the_cheapest_kind_for_its_rate_takes_the_rest() -> None:
     scaling = Scaling(fleet_of([4.0] * 12, (2.0, 5.0)))
     assert scaling.marginal == 0  # the second has no planned replica
     assert scaling.wanted(0.0, 4.0) == (2, 0) and scaling.wanted(0.0, 20.0) == (10, 0)
+
+
+def test_a_short_time_of_heavy_lengths_does_not_order_replicas_for_the_whole_day() -> None:
+    """The lowest rate of the day once did: 2.1 times the clairvoyant device-hours."""
+    fleet = fleet_of([4.0] * 12)
+    (kind,), (*light, last) = fleet.kinds, fleet.intervals
+    heavy = last.model_copy(update={"lengths": 1, "replicas": (8,)})
+    changed = {"kinds": (kind.model_copy(update={"rates_per_s": (2.0, 0.5)}),), "intervals": (*light, heavy)}
+    scaling = Scaling(fleet.model_copy(update=changed | {"lengths": fleet.lengths * 2}))
+    assert scaling.rates == (1.6,)
+    assert scaling.wanted(0.0, 4.0) == (3,) and scaling.wanted(3400.0, 4.0) == (8,)
