@@ -160,9 +160,8 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
     )
     delay_name = header[of_turns["delay"]].strip() if "delay" in of_turns else ""
     places = {name: position for position, name in enumerate(map(plain, header))}
-    beside = [
-        [places[part] for part in names().parts.get(plain(header[at]), ()) if part in places] for at in (input_, output)
-    ]
+    parts_of = (names().parts.get(plain(header[at]), ()) for at in (input_, output))
+    beside = [(i, found) for i, parts in enumerate(parts_of) if (found := [places[p] for p in parts if p in places])]
     for cells in _read(path, reader):
         if len(cells) != width:
             if not any(cell.strip() for cell in cells):
@@ -173,12 +172,21 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
             cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
         time = cells[timestamp].strip() or None if timestamp >= 0 else None
         failed = status >= 0 and _is_error(cells[status].strip())
-        lengths = [
-            _with_parts(cells[at].strip(), [cells[part].strip() for part in parts])
-            for at, parts in zip((input_, output), beside, strict=True)
-        ]
+        lengths: list[object] = [cells[input_].strip(), cells[output].strip()]
+        for i, parts in beside:
+            lengths[i] = _with_parts(lengths[i], [cells[part].strip() for part in parts])
         turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
-        yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
+        yield Row(
+            f"{path}, line {reader.line_num}",
+            lengths[0],
+            lengths[1],
+            time,
+            failed,
+            fields,
+            time_name,
+            turn,
+            delay_name,
+        )
 
 
 def _read(path: str, reader: Any) -> Iterator[list[str]]:
