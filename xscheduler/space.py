@@ -196,13 +196,18 @@ class Space:
     @cached_property
     def capacity(self) -> float:
         limits = self.limits
-        at_rest = _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[1]
+        at_rest = _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self._on_average)[1]
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
+
+    @property
+    def _on_average(self) -> bool:
+        # If memory is short, WAA still decodes while a prompt waits, so a cap up to the mean costs nothing.
+        return self.between or (self.limits.encode_memory is not None and self.kv == "reserve")
 
     @property
     def request_blocks(self) -> RequestBlocks:
         limits = self.limits
-        return _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self.between)[0]
+        return _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self._on_average)[0]
 
     def _blocks_beside(self, step_tokens: Array) -> Array:
         limits = self.limits
