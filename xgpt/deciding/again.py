@@ -5,7 +5,7 @@ from __future__ import annotations
 from xgpt.core.load import LogLoad
 from xgpt.core.schema import Observation, Plan, Profile, Proposal
 from xgpt.deciding.load import at_load, carried
-from xscheduler.replanning.decide import Replayed
+from xscheduler.replanning.decide import ReplayedLog
 from xscheduler.replanning.judge import Terms
 from xscheduler.replanning.replanner import observe_log, propose
 
@@ -25,6 +25,6 @@ def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> tupl
     if seen.worst_share_kept is not None:
         worst = min(worst, seen.worst_share_kept)
         shares += f", {100 * seen.worst_share_kept:.4g}% in the worst window ({seen.worst_window})"
-    replayed = Replayed(seen.holds, shares)
+    replayed = ReplayedLog(seen.holds, shares)
     found = propose(plan, profile, observation if seen.holds else observation.but(goodput=worst), terms, replayed)
     return observation, found

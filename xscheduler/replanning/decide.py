@@ -43,7 +43,7 @@ lanes must drain first.
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
-class Replayed(NamedTuple):
+class ReplayedLog(NamedTuple):
     """What a plan keeps of a log: whether that is enough, and the shares in words."""
 
     holds: bool
@@ -82,7 +82,7 @@ def judged(
     observation: Observation,
     terms: Terms | None = None,
     slowdown: float | None = None,
-    replayed: Replayed | None = None,
+    replayed: ReplayedLog | None = None,
 ) -> Verdict:
     """Compare a running plan with the best plan for the observed lengths, by the plan's objective.
 

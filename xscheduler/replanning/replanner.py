@@ -37,7 +37,7 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 if TYPE_CHECKING:
-    from xscheduler.replanning.decide import Replayed
+    from xscheduler.replanning.decide import ReplayedLog
     from xscheduler.replanning.judge import Terms
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def propose(
     profile: Profile,
     observation: Observation,
     terms: Terms | None = None,
-    replayed: Replayed | None = None,
+    replayed: ReplayedLog | None = None,
 ) -> Proposal:
     """Compare a running plan with the best plan. Return the decision and the new plan, if any. See `judged`."""
     from xscheduler.replanning.decide import judged
