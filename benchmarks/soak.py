@@ -29,6 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.kills import victim_of
+from benchmarks.lib.results import record, table
 from benchmarks.lib.served_plans import Served, started
 from tests.attack.target import save_checkpoint
 from xgpt.core.processes import children_of, free_port
@@ -167,6 +168,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1200.0)
     options.add_argument("--clients", type=int, default=4)
     options.add_argument("--json", type=Path)
+    options.add_argument("--record", action="store_true", help="store the row as a result")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)
@@ -181,6 +183,22 @@ def main() -> None:
     print(row)
     if given.json:
         given.json.write_text(json.dumps(asdict(row), indent=1) + "\n")
+    if given.record:
+        keep_row(row)
+
+
+def keep_row(row: SoakRow) -> None:
+    record(
+        "devices/soak",
+        "In {minutes} minutes with repeated prompts and a shift of lengths, each process was killed once: of "
+        "{answered} requests {lost} were lost and {wrong} answered wrongly; {failed} of {judgements} judgements "
+        "failed.",
+        table(("killed", "answers again after, s"), [(name, f"{after:.1f}") for name, after in row.kills.items()]),
+        minutes=round(row.seconds / 60),
+        failed=row.decisions.get("failed", 0),
+        judgements=sum(row.decisions.values()),
+        **{name: getattr(row, name) for name in ("answered", "lost", "wrong")},
+    )
 
 
 if __name__ == "__main__":

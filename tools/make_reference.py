@@ -25,12 +25,13 @@ from tools.request_options import keywords_pyi, options_json
 from xgpt import api
 from xgpt.cli import COMMANDS
 from xgpt.cli import commands as declared
-from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema import ModelSpec, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 from xrunner.server.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 TITLES = {"Args": "Arguments", "Yields": "Yields", "Raises": "Errors"}
+OF_A_MODEL = tuple(reachable(ModelSpec))
 EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | done |
@@ -118,9 +119,10 @@ def files() -> str:
     parts = [
         "# Files",
         "Generated from the types that read and write them. The JSON schema of plan.json is "
-        "`configs/schema/plan.schema.json`. Unknown fields, NaN and infinities are refused.",
+        "`configs/schema/plan.schema.json`; it also has the fields of a model (`ModelSpec`), which are read from its "
+        "config.json. Unknown fields, NaN and infinities are refused.",
     ]
-    seen: list[type[BaseModel]] = []
+    seen = list(OF_A_MODEL)
     for title, root in (("plan.json", Plan), ("profile.json", Profile), ("fleet.json", FleetPlan)):
         parts.append(f"## {title}")
         for model in reachable(root, seen):
@@ -157,6 +159,8 @@ def _type(annotation: Any) -> str:
         inner = [argument for argument in arguments if argument is not ...]
         inner_types = ", ".join(_type(argument) for argument in inner)
         return f"list of {inner_types}" if len(inner) < len(arguments) or origin is list else f"[{inner_types}]"
+    if annotation in OF_A_MODEL:
+        return f"`{annotation.__name__}`"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     return {int: "integer", float: "number", str: "string", bool: "boolean"}.get(annotation, str(annotation))
