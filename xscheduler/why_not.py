@@ -49,7 +49,7 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         + (reason if binding == "latency_bound_s" else ""),
         nearest_bound_s=nearest[binding],
         binding=binding,
-        reason=reason,
+        because=reason,
     )
 
 

@@ -18,11 +18,12 @@ from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import FIRST, Floats
-from xgpt.core.workload import TraceLengths, gamma_arrivals
+from xgpt.core.workload import TraceLengths
+from xsimulator.benchmarked import times_at
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
 from xsimulator.session_routes import Route, counts_routes, run_routed
-from xsimulator.sessions import TurnTimes, counted_turns, run_sessions
+from xsimulator.sessions import TurnTimes, counted_turns, run_sessions, shared_tokens
 
 LEAST_SESSIONS, MOST_TURNS = 80, 10_000
 """A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
@@ -49,8 +50,7 @@ def _drawn(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[T
     """Return sessions, and when they begin if one begins each second on average. # [sessions]"""
     rng = np.random.default_rng(seed)
     trace = draw_sessions(law, count, rng)
-    starts_s = gamma_arrivals(1.0, count, burstiness, rng)
-    return trace, starts_s * (count / starts_s[-1])
+    return trace, times_at(1.0, burstiness, count, rng)
 
 
 class SessionRun(NamedTuple):
@@ -193,8 +193,7 @@ def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:
     """
     sessions, link = trace.sessions, plan.cluster.host
     assert sessions is not None and link is not None
-    shared = sessions.common[sessions.after == FIRST].min()
-    tokens = np.where(sessions.after == FIRST, 0, np.maximum(sessions.common - shared, 0))
+    tokens = np.where(sessions.after == FIRST, 0, np.maximum(sessions.common - shared_tokens(trace), 0))
     per_token_s = plan.model.kv_bytes_per_token(plan.precision.kv) / (
         link.bandwidth_bytes_per_s * plan.devices_per_replica
     )

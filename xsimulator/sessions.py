@@ -12,7 +12,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import LaneCost, lanes_of
-from xsimulator.counts.arrivals import TURN, Run, Stream, TurnStream
+from xsimulator.counts.arrivals import TURN, Stream, TurnStream
 from xsimulator.counts.counted_run import counted_run
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
 from xsimulator.counts.routed import RoutedRun
@@ -59,7 +59,7 @@ class TurnTimes:
         sessions = self.trace.sessions
         assert sessions is not None
         later = sessions.after != FIRST
-        kept = np.where(later, self.cached - _shared(self.trace), 0)
+        kept = np.where(later, self.cached - shared_tokens(self.trace), 0)
         since = np.where(later, self.arrived_s - self.end_s[sessions.after], 0.0)
         return np.maximum(kept, 0) * since
 
@@ -136,22 +136,22 @@ def counted_turns(
     turns["pause_ns"], turns["child"] = path_ns + (1e9 * sessions.pause_s).astype(int), -1
     turns["child"][sessions.after[after]] = np.flatnonzero(after)
     stream = Stream(trace.input, outputs, int(outputs.max()), turns["arrival_ns"])
-    runs = [counted_run(plan, lanes, stream) for _ in range(1 if route is None else plan.replicas + 1)]
-    if not all(isinstance(each, OneLaneRun) for each in runs):
-        return None
-    turn_stream = TurnStream(turns, _shared(trace), from_host)
-    run: Run | RoutedRun
-    if route is None:
-        [run] = runs  # type: ignore[assignment]
-        run.in_sessions(turn_stream)  # type: ignore[union-attr]
-    else:
-        run = RoutedRun(runs, turn_stream, route, slack)  # type: ignore[arg-type]
+    runs = list[OneLaneRun]()
+    for _ in range(1 if route is None else plan.replicas + 1):
+        if not isinstance(one := counted_run(plan, lanes, stream), OneLaneRun):
+            return None
+        runs.append(one)
+    turn_stream = TurnStream(turns, shared_tokens(trace), from_host)
+    run = runs[0] if route is None else RoutedRun(runs, turn_stream, route, slack)
+    if isinstance(run, OneLaneRun):
+        run.in_sessions(turn_stream)
     run.run()
     arrived, first, end = (1e-9 * run.of_turns(name).astype(float) for name in ("arrival_ns", "first_ns", "end_ns"))
     return TurnTimes(trace, arrived, first + plan.request_path_s, end + plan.request_path_s, run.of_turns("found"))
 
 
-def _shared(trace: TraceLengths) -> int:
+def shared_tokens(trace: TraceLengths) -> int:
+    """Return the length of the prefix that all sessions share."""
     assert trace.sessions is not None
     return int(trace.sessions.common[trace.sessions.after == FIRST].min())
 

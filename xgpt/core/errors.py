@@ -31,14 +31,25 @@ class InfeasibleError(XgptError):
         binding: name of the constraint that cannot be met, such as "latency_bound_s" or "memory".
 
     Attributes:
+        reason: the message as a sentence without options, or "".
+        because: an end for the message that says what takes the time, or "".
         warnings: reasons why some schedule might meet the constraint after all, one sentence each.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, nearest_bound_s: float | None = None, binding: str, reason: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        nearest_bound_s: float | None = None,
+        binding: str,
+        reason: str = "",
+        because: str = "",
+    ) -> None:
         super().__init__(message)
         self.reason = reason
+        self.because = because
         self.nearest_bound_s = nearest_bound_s
         self.binding = binding
         self.warnings: tuple[str, ...] = ()

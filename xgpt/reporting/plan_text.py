@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
+from xgpt.core.schema.constraint import BOUND_NAMES
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
@@ -233,11 +234,10 @@ def _with_error(error: float | None) -> str:
 
 
 def classes_in_words(plan: Plan) -> list[str]:
-    labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     texts = []
     for each in plan.constraint.classes:
         bounds = [
-            f"{label} {bound:g} s" for name, label in labels.items() if (bound := getattr(each, name)) is not None
+            f"{label} {bound:g} s" for name, label in BOUND_NAMES.items() if (bound := getattr(each, name)) is not None
         ]
         texts.append(f"{each.name} ({100 * each.share:.3g}% of requests, {', '.join(bounds) or 'no bounds'})")
     return [f"classes: {'; '.join(texts)}; planned for the tightest bounds"] if texts else []

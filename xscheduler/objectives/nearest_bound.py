@@ -9,6 +9,7 @@ from typing import NamedTuple
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
+from xgpt.core.schema.constraint import BOUND_NAMES
 from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
@@ -33,7 +34,7 @@ def never_kept(
     except InfeasibleError as error:  # requests break the bounds even if they do not wait
         if error.binding not in given:
             return error
-        binding, reason = error.binding, error.reason
+        binding, reason = error.binding, error.because
         base = max(1.0, (error.nearest_bound_s or 0.0) / given[binding])
     names = sorted(given, key=lambda name: name != binding)
     one = next((name for name in names if len(names) > 1 and keeps(constraint.but(**{name: None}))), None)
@@ -58,8 +59,7 @@ def never_kept(
 
 
 def _said(bounds: Mapping[str, float]) -> str:
-    names = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
-    return " and ".join(f"{names.get(name, name)} {value:.3g} s" for name, value in bounds.items())
+    return " and ".join(f"{BOUND_NAMES.get(name, name)} {value:.3g} s" for name, value in bounds.items())
 
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:

@@ -49,8 +49,7 @@ class ClusterChoice:
 
 
 def _in_words(error: InfeasibleError) -> str:
-    is_sentence = error.reason and not error.reason.startswith(";")
-    return error.reason if is_sentence else str(error).partition(": ")[2]
+    return error.reason or str(error).partition(": ")[2]
 
 
 def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:

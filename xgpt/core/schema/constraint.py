@@ -20,6 +20,9 @@ Objective = Literal["arrivals", "saturated"]
 SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
+BOUND_NAMES = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+
+
 class Bounds(NamedTuple):
     """The three bounds, in seconds. None means no bound."""
 
