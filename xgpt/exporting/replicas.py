@@ -19,7 +19,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
-from xgpt.deciding.commands import engine_command, visible
+from xgpt.deciding.commands import engine_command
 from xgpt.exporting.groups import (
     IN_PODS,
     MODEL_PATH,
@@ -130,10 +130,6 @@ class EngineReplicas:
         return model_id_of(self.plan)
 
     @property
-    def served_name(self) -> str:
-        return self.model_id or self.plan.model.name
-
-    @property
     def draft(self) -> str | None:
         return None if self.plan.speculation is None else self.plan.speculation.draft
 
@@ -156,13 +152,9 @@ class EngineReplicas:
     @property
     def bounds(self) -> list[tuple[str, float, float]]:
         """The plan's bounds as (name, seconds, quantile)."""
-        given = self.plan.constraint
-        all_ = (
-            ("ttft", given.ttft_s, given.ttft_quantile),
-            ("tpot", given.tpot_s, given.tpot_quantile),
-            ("latency", given.latency_bound_s, None),
-        )
-        return [(name, bound, quantile or given.quantile) for name, bound, quantile in all_ if bound is not None]
+        names = {"ttft_s": "ttft", "tpot_s": "tpot", "latency_bound_s": "latency"}
+        goals = [(goal.quantile, goal._asdict()) for goal in self.plan.constraint.goals]
+        return [(name, goal[key], quantile) for key, name in names.items() for quantile, goal in goals if goal[key]]
 
     @property
     def slowest_per_s(self) -> float | None:
@@ -173,11 +165,10 @@ class EngineReplicas:
     @property
     def addresses(self) -> list[str]:
         """Where the replicas answer, as HOST:PORT."""
-        hosts = [
-            f"replica-{i}:{PORT}" if self.target == "compose" else f"127.0.0.1:{PORT + 1 + i}"
-            for i in range(len(self.devices_of))
-        ]
-        return [f"127.0.0.1:{PORT}"] if self.count == 1 and self.target == "shell" else hosts
+        numbers = range(len(self.devices_of))
+        if self.target == "compose":
+            return [f"replica-{i}:{PORT}" for i in numbers]
+        return [f"127.0.0.1:{PORT + (self.count > 1) + i}" for i in numbers]
 
     def variables_of(self, number: int) -> dict[str, str]:
         """Return the environment of a replica. Replicas on this machine have cores of their own."""
@@ -186,30 +177,27 @@ class EngineReplicas:
         return {**self.group.env, **variables(self.plan.cluster, devices, self.plan.profile.num_threads)}
 
     @property
-    def visible(self) -> str:
-        return visible(self.plan)
-
-    @property
     def fetched(self) -> str | None:
         """The id of the weights that xgpt finds in the hub's cache, so that they must be there before."""
         return hub.id_of(self.plan.checkpoint)
 
     @property
-    def follows_in_shell(self) -> bool:
-        """Whether the machines other than the first run a command of their own; Ray starts xgpt's own engine there."""
-        return self.group.nodes > 1 and self.framework != "xgpt"
+    def front(self) -> list[str]:
+        """The command of vLLM's router, but for its host and workers.
 
-    @property
-    def front_policy(self) -> str:
-        return "cache_aware" if self.plan.estimate.reuse is not None else "power_of_two"
+        By its defaults a request is sent five times and a replica avoided after ten failures. A lost replica has the
+        least work, so that all five could go to it; with fewer failures than attempts, one reaches another replica.
+        """
+        policy = "cache_aware" if self.plan.estimate.reuse is not None else "power_of_two"
+        tried = ["--cb-failure-threshold", "5", "--retry-max-retries", "7"]
+        return ["vllm-router", "--port", str(PORT), "--policy", policy, *tried, "--worker-startup-timeout-secs", "1800"]
 
     @property
     def devices_of(self) -> list[str]:
         """The numbers of the devices of each replica on one machine."""
         each = self.group.devices
         here = max(1, self.plan.cluster.devices_per_node // each) if self.group.nodes == 1 else 1
-        numbers = [range(i * each, (i + 1) * each) for i in range(min(here, self.count))]
-        return [",".join(map(str, each_range)) for each_range in numbers]
+        return [",".join(map(str, range(i * each, (i + 1) * each))) for i in range(min(here, self.count))]
 
 
 def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = None) -> EngineReplicas:
