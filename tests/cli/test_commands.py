@@ -186,6 +186,7 @@ def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:
     assert 0 < search["evaluations"] <= search["space_size"]
 
 
+@pytest.mark.long
 def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--objective", "saturated", "--json")
     first = json.loads(xgpt(*asked).out)
@@ -199,6 +200,7 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
     assert "only 'das' uses it" in xgpt.fails(2, "simulate", "das.json")
 
 
+@pytest.mark.long
 def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:
     """Throughput over latency neither rises nor falls with the batch."""
     asked = (

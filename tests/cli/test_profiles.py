@@ -139,6 +139,7 @@ def test_t5_is_not_planned_in_float16(xgpt: Xgpt) -> None:
     assert load_json(Path("plan.json"), Plan, "plan").dtype == "bfloat16"
 
 
+@pytest.mark.long
 def test_an_encoders_prompts_are_not_cut(xgpt: Xgpt) -> None:
     problem = ("--latency-bound", "inf", "--model", "t5-11b", "--cluster", "a40x8", "--workload", "translation")
     line = xgpt.fails(2, "plan", *problem, "--policy", "chunked")

@@ -60,6 +60,7 @@ def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
     assert "it applies only to independent requests" in xgpt.fails(2, "simulate", "plan.json", "--clients", "3")
 
 
+@pytest.mark.long
 def test_a_report_states_where_sessions_wait(xgpt: Xgpt) -> None:
     xgpt("plan", *CHAT, "--session-wait", "4", "--ttft", "1", "--quantile", "0.9")
     xgpt("report", "plan.json")

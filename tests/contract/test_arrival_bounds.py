@@ -250,6 +250,7 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
     assert rate_of(sampled) <= rate_of(proven) * (1 + proven.search.gap)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "bounds",
     few(
@@ -342,6 +343,7 @@ def test_prompts_at_several_micro_batches_wait_less_and_take_longer() -> None:
     assert _waits_for_one_of(2, arrivals_s, service) == [0, 0, 3, 2]
 
 
+@pytest.mark.long
 def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def evenly(*values: int) -> Histogram:
         return Histogram(lengths=values, probabilities=(1 / len(values),) * len(values))

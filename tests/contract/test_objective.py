@@ -39,6 +39,7 @@ def by_arrivals(scenario: tuple[str, str, str, float]) -> dict[str, Plan]:
     return plan_each(subject(*scenario[:3]).under(Constraint(latency_bound_s=scenario[3], objective="arrivals")))
 
 
+@pytest.mark.long
 @EVERY_SCENARIO
 def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tuple[str, str, str, float]) -> None:
     asked = subject(*scenario[:3])
@@ -48,6 +49,7 @@ def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tu
     assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
 
 
+@pytest.mark.long
 @EVERY_SCENARIO
 def test_each_stated_rate_is_confirmed_request_by_request(scenario: tuple[str, str, str, float]) -> None:
     asked = subject(*scenario[:3])

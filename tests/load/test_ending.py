@@ -23,6 +23,7 @@ with xgpt.served(sys.argv[1]) as url:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel ends no process with its parent")
 @pytest.mark.parametrize("sent", few([signal.SIGKILL, signal.SIGTERM]))
 def test_a_server_ends_with_what_has_started_it(sent: signal.Signals, tmp_path: Path) -> None:

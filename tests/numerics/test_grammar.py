@@ -67,6 +67,7 @@ def formatted(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "given", "schema": schema}}
 
 
+@pytest.mark.long
 def test_outputs_keep_to_their_schema_while_others_run(target: Target) -> None:
     free = target.probe()
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +90,6 @@ def name_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -112,22 +110,26 @@ def imports_of(path: Path, root: Path) -> list[Import]:
     if path.name != "__init__.py":
         package = package[:-1]
 
-    def walk(node: ast.AST, late: bool) -> Iterator[Import]:
+    found: list[Import] = []
+
+    def walk(node: ast.AST, late: bool) -> None:
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, late, node.lineno) for alias in node.names)
+            found.extend(Import(alias.name, late, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (Import(f"{base}.{alias.name}", late, node.lineno) for alias in node.names)
+            found.extend(Import(f"{base}.{alias.name}", late, node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and last_name(node.func) in ("import_module", "__import__"):
             target = node.args[0]
             named = target.value if isinstance(target, ast.Constant) else "<computed>"
-            yield Import(str(named), late, node.lineno)
-        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            found.append(Import(str(named), late, node.lineno))
+        late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or type_checking_only(node)
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, inside or type_checking_only(node))
+            if child._fields:
+                walk(child, late)
 
-    return list(walk(tree_of(path), False))
+    walk(tree_of(path), False)
+    return found
 
 
 def complaints(root: Path) -> list[str]:

@@ -151,6 +151,7 @@ def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPat
     assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pace", "is_outside"), few([(1.2, True), (1.0, False), (1.05, False)]))
 def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
     monkeypatch: pytest.MonkeyPatch, pace: float, is_outside: bool
@@ -167,6 +168,7 @@ def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
     assert "usual range" in [column.header for column in render.bench_table(report).columns]
 
 
+@pytest.mark.long
 def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: pytest.MonkeyPatch) -> None:
     report = benched("rra", Load(60, arrivals=ArrivalProcess.at(5.0)), monkeypatch, slow_after=True)
     assert report.pace == pytest.approx(PACE, rel=1e-3)

@@ -89,6 +89,7 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
     assert "<code><span>vllm</span> <span>serve</span> <span>meta-llama/Llama-3.1-8B-Instruct</span>" in page
 
 
+@pytest.mark.long
 def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for 4 of 8 devices stood below the curves of 8, and one with a draft below those of rra."""
     shown: list[list[charts.Series]] = []
@@ -149,6 +150,7 @@ def test_a_browser_shows_it_without_complaint(hostile_page: str, tmp_path: Path)
     assert paper.read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.long
 def test_a_page_shows_the_bounds_that_the_user_gave() -> None:
     subject = problem("llama-3.1-8b", "h200x1", "orca", None)
     constraint = Constraint(objective="arrivals", ttft_s=1.0, tpot_s=0.05)

@@ -223,6 +223,7 @@ def test_a_search_goes_on_after_it_was_killed(
         searched(monkeypatch, again, asked, tmp_path / "x", resume=True)
 
 
+@pytest.mark.long
 def test_flags_that_no_model_knows_are_measured_beside_the_settings(
     asked: EngineProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,6 +269,7 @@ def test_layers_with_windows_keep_the_window_and_the_steps_in_flight() -> None:
         compared(f"{command} --disable-hybrid-kv-cache-manager", **asked)
 
 
+@pytest.mark.long
 def test_engines_that_shorten_their_context_start_with_less() -> None:
     """SGLang and TensorRT-LLM take shorter requests then, where vLLM does not start."""
     assert compared("sglang serve m --mem-fraction-static 0.3").current is not None
@@ -347,6 +348,7 @@ def test_replicas_of_vllm_that_cut_experts_are_refused() -> None:
         compared("vllm serve m -dp 2", model="qwen3-30b-a3b", cluster="h200x8")
 
 
+@pytest.mark.long
 def test_windows_take_room_if_nothing_leaves_them() -> None:
     command, asked = "vllm serve m -tp 2 --max-model-len 32768", {"model": "gpt-oss-120b", "cluster": "h200x8"}
     flags = ("", " --disable-hybrid-kv-cache-manager")

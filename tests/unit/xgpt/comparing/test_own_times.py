@@ -69,6 +69,7 @@ def test_a_deployment_is_scored_with_its_own_engine_beside_plans_for_another(tmp
     assert usual.kept and not other.kept
 
 
+@pytest.mark.long
 def test_the_busy_noon_of_a_log_that_begins_at_midnight_decides(tmp_path: Path) -> None:
     """A verdict on the first part of this log would be that no request is late."""
     night, noon = range(0, 40_000, 10), np.linspace(40_000, 40_120, 4_320).tolist()

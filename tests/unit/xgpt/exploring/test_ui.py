@@ -153,6 +153,7 @@ def test_a_newer_question_supersedes_the_one_before(url: str) -> None:
     assert time.monotonic() - begin_s < 30
 
 
+@pytest.mark.long
 def test_a_newer_question_cuts_no_line_of_the_answer_before() -> None:
     command = [sys.executable, "-m", "xgpt.exploring.explore"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:

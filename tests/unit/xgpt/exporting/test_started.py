@@ -96,6 +96,7 @@ def check(plan: Plan, words: list[str], *, is_lane: bool) -> None:
         assert int(given["max-num-batched-tokens"]) == plan.policy.token_budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", PLANNED)
 def test_what_is_started_is_what_was_planned(case: str, target: Target) -> None:

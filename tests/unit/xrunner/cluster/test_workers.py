@@ -67,6 +67,7 @@ def alone() -> Iterator[Workers]:
         yield workers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM]))
 def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Workers, how: signal.Signals) -> None:
     alone._budget._restarts.clear()
@@ -200,6 +201,7 @@ def test_a_lost_machine_counts_once_though_its_worker_is_missed_first(
         lose_worker(workers, launchers[-1])
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_always_lost_ends_the_server(away: tuple[Workers, list[AwayMachine]]) -> None:
     workers, launchers = away
     with pytest.raises(MachineError, match="died 4 times within 60 s, the last time: the machine is gone"):

@@ -172,6 +172,7 @@ def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: Admi
     assert tokens["a"] / tokens["b"] == pytest.approx(3, rel=0.03)
 
 
+@pytest.mark.long
 def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
     """One key once filled the room, and all others got 429."""
     keys = ApiKeys.parse(f"alice {ALICE}\nbob {BOB}\n{OPS}")

@@ -144,6 +144,7 @@ def test_a_change_is_judged_and_every_decision_shown(
     assert sum(live["lengths"]["output"]["observed"]) == pytest.approx(1)
 
 
+@pytest.mark.long
 def test_a_judgement_that_runs_is_shown_and_a_failure_always_has_a_reason() -> None:
     """The live page said that nothing had changed while the plan was judged, and after judging it had failed."""
 

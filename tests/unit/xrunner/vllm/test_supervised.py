@@ -91,6 +91,7 @@ def children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.long
 def test_the_processor_time_of_all_processes_counts_as_the_starters(tmp_path: Path) -> None:
     """Killed before anyone waited for it, vLLM's worker counted as another process, and plans left room for it."""
     before_s = children_s()

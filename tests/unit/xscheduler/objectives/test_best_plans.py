@@ -21,6 +21,7 @@ def both():
     return plans_of(cluster="a40x8", policy="waa")
 
 
+@pytest.mark.long
 def test_waa_is_the_better_of_its_two_allocations(both):
     assert list(both) == sorted(both, key=lambda kind: -both[kind].estimate.throughput_rps)
     assert {plan.policy.allocation for plan in both.values()} == {"compute", "memory"}

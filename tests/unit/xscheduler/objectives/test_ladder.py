@@ -47,6 +47,7 @@ def by_bound() -> dict[float, Plan | InfeasibleError]:
     return found
 
 
+@pytest.mark.long
 def test_a_looser_bound_on_all_requests_is_kept_wherever_a_tighter_one_is_and_serves_no_less(
     by_bound: dict[float, Plan | InfeasibleError],
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
     assert found.estimate.latency_s <= nearest_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "bound_s"), few([("rra", 9.0), ("waa", 5.0), ("chunked", 8.0), ("orca", 8.0), ("static", 9.0)])
 )

@@ -35,6 +35,7 @@ def plan(path: Path) -> Plan:
     return xgpt.plan(**PROBLEM, workload=path, objective="saturated")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("off", [{"reuse": False}, {"engine": "vllm", "reuse": False}, {"engine": "vllm"}])
 def test_a_plan_that_counts_on_reuse_is_not_served_without_it(plan: Plan, off: dict[str, Any]) -> None:
     if "reuse" not in off:  # in vLLM, models that attend in windows share nothing
@@ -117,6 +118,7 @@ def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
     assert found.estimate.throughput_rps == pytest.approx(figures["throughput_rps"], rel=0.06)
 
 
+@pytest.mark.long
 def test_replanning_counts_on_what_is_found(plan: Plan, path: Path, tmp_path: Path) -> None:
     """Hits that appear under a plan that counts on none bring one that does, and those that vanish one that does not;
     both gain what the planner gains of the trace itself."""
