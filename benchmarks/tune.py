@@ -431,7 +431,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="a line for each problem; goes on after those that it has")
     parser.add_argument("--vllm", metavar="COMMAND", help="the command that runs now")
     parser.add_argument("--workload", default="summarization")
     parser.add_argument("--ttft", type=float, default=1.0)
@@ -449,8 +449,9 @@ def main() -> None:
     if given.vllm is not None:
         real(given)
         return
-    rows: list[dict[str, Any]] = []
-    number = 0
+    begun = given.output is not None and given.output.exists()
+    rows = [json.loads(line) for line in given.output.read_text(encoding="utf-8").splitlines()] if begun else []
+    number = rows[-1]["problem"] + 1 if rows else 0
     while len(rows) < given.problems:
         row = run(number, given.seed)
         number += 1

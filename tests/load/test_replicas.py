@@ -149,7 +149,8 @@ def save_llama(directory: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     save_checkpoint(directory)
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=512, max_position_embeddings=2048, bos_token_id=2, eos_token_id=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
@@ -242,7 +243,7 @@ def check_monitoring(files: dict[str, str]) -> None:
 def keep(files: dict[str, str], path: Path) -> None:
     """Write the series that rules and dashboard read, as `promtool test rules` takes them."""
     names = sorted(set(re.findall(r"vllm:\w+|\bup\b", " ".join(itertools.chain(*expressions(files))))))
-    ends = {"start": time.time() - 300, "end": time.time(), "step": "15s"}
+    ends: dict[str, Any] = {"start": time.time() - 300, "end": time.time(), "step": "15s"}
     series = []
     for name in names:
         answer = httpx.get(f"{READER}/api/v1/query_range", params={"query": name, **ends}, trust_env=False).json()
