@@ -111,6 +111,7 @@ class EngineModel:
         self.settings = [settings for settings in found for _ in range(variants)]
         self._index = [index for index in found.values() for _ in range(variants)]
         self.variant = [variant for _ in found for variant in range(variants)]
+        self._plans: dict[int, Plan] = {}
         layer = problem.profile.layers[0]
         self._least_step_s = layer.rest.seconds[0] * problem.model.num_layers
         dimensions = len(Fit._fields)
@@ -160,7 +161,9 @@ class EngineModel:
         return min(float(found.ttft_s.mean()), LONGEST * bound_s), max(float(found.tpot_s.mean()), 1e-6)
 
     def plan(self, candidate: int) -> Plan:
-        return self.plan_of(self.settings[candidate][1], self.settings[candidate][0])
+        if candidate not in self._plans:
+            self._plans[candidate] = self.plan_of(self.settings[candidate][1], self.settings[candidate][0])
+        return self._plans[candidate]
 
     def plan_of(self, settings: ChunkedSettings, placement: int = 0) -> Plan:
         return self._scheduler.score(settings, self.placements[placement])
