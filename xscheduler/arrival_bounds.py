@@ -58,12 +58,14 @@ RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 """`loosened` tries these ratios of a mean prompt's time to a decode iteration's time."""
 LEAST_QUANTILE = 0.9
 """If at least this share of the requests must keep a bound on a time, the mean time must also keep the bound."""
+LENIENT = 2.0
+"""Multiple of the allowed share of late requests. More break a bound whatever the fortune of a few requests."""
 NUM_PROMPTS = 24
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Number of randomly drawn arrivals at a queue with one server and with several. The queue is empty at first."""
-WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
-"""Quantiles at which waits are computed. All requests between two quantiles count with the shorter wait."""
+NUM_WAITS = 400
+"""Number of quantiles at which waits are computed. All requests between two quantiles count with the shorter wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Waits are computed at loads that are multiples of `LOAD_STEP`, up to `MOST_LOAD`. Other loads are rounded down."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
@@ -110,15 +112,16 @@ class Waits:
         self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, constraint.quantile)
         self._known: dict[tuple[int, int], _Queue] = {}
 
-    def left(self, prompt_s: float, rate: float) -> float:
+    def left(self, prompt_s: float, rate: float, through_s: float) -> float:
         """Return an upper bound on the share of the latency bound that remains after waiting, if prompts go through the
         stages one after the other.
 
         Args:
-            prompt_s: lower bound on the seconds of a prompt of the mean length.
+            prompt_s, through_s: lower bounds on the seconds of a prompt of the mean length on the slowest stage, and
+                through all stages.
         """
         queue = self._queue(1, prompt_s * rate)
-        if queue is None or not self._keep_first(queue.first * prompt_s):
+        if queue is None or not self._keep_first(queue, prompt_s, through_s):
             return 0.0
         return self._left(queue.waits * prompt_s)
 
@@ -134,16 +137,18 @@ class Waits:
                 continue
             full = rate / steps.microbatches * prompts  # steps a second
             pace_s = 1 / (full + max(1 - full * step_s, 0.0) / at.alone_s)
-            if self._keep_first(queue.first * prompt_s) and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
+            is_kept = self._keep_first(queue, prompt_s, prompt_s)
+            if is_kept and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
                 left[i] = self._left(queue.waits * prompt_s)
         return left
 
-    def _keep_first(self, first: Array) -> bool:
-        bounds = self._constraint
+    def _keep_first(self, queue: _Queue, prompt_s: float, through_s: float) -> bool:
+        bounds, waits = self._constraint, queue.all_waits
         if bounds.ttft_s is None:
             return True
-        share = np.searchsorted(first, bounds.ttft_s / (1 + bounds.headroom), side="right") / len(first)
-        return bool(share >= (bounds.ttft_quantile or bounds.quantile))
+        first = waits * prompt_s + self._prompts[: len(waits)] * through_s
+        kept = np.count_nonzero(first <= bounds.ttft_s / (1 + bounds.headroom)) / len(first)
+        return kept + 1 / NUM_WAITS >= (bounds.ttft_quantile or bounds.quantile)
 
     def _keep(self, first: Array, pace_s: float) -> bool:
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
@@ -179,8 +184,9 @@ class Waits:
             else:
                 few = slice(NUM_ARRIVALS_AT_SEVERAL)
                 waits = np.asarray(_waits_for_one_of(servers, arrivals[few].tolist(), self._prompts[few].tolist()))
-            shares = (np.quantile(times, WAIT_SHARES) for times in (waits, waits + self._prompts[: len(waits)]))
-            self._known[servers, number] = _Queue(*shares)
+            each = len(waits) // NUM_WAITS
+            ordered = (np.sort(times)[::each] for times in (waits, waits + self._prompts[: len(waits)]))
+            self._known[servers, number] = _Queue(waits, *ordered)
         return self._known[servers, number]
 
 
@@ -188,9 +194,11 @@ class _Queue(NamedTuple):
     """A queue in which each server processes one prompt at a time. The unit of time is the time of a mean prompt.
 
     Attributes:
-        waits, first: quantiles, at `WAIT_SHARES`, of the time until a prompt begins and until it ends.
+        all_waits: each prompt's time until it begins. # [arrivals]
+        waits, first: quantiles of this time, and of the time until a prompt ends. # [NUM_WAITS]
     """
 
+    all_waits: Array
     waits: Array
     first: Array
 
@@ -202,6 +210,34 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
         heapreplace(free, start + needed)
         waits.append(start - arrival)
     return waits
+
+
+def longest_step(constraint: Constraint, lengths: Lengths, moving_s: float, rate: float) -> float:
+    """Return an upper bound on the mean time of an iteration, in s, if prompts have a lane of their own.
+
+    After a prompt has been encoded, its K/V is moved, and the request waits for the next iteration to begin. This time
+    counts between its first two tokens, so short outputs need shorter iterations. The wait is uniform over an iteration
+    while the decode lane is busy, that is, except with the probability that no request decodes (Poisson).
+
+    Args:
+        moving_s: lower bound on the seconds to move the K/V of a prompt of the mean length.
+        rate: requests a second at one replica.
+    """
+    assert constraint.tpot_s is not None
+    allowed = LENIENT * (1 - (constraint.tpot_quantile or constraint.quantile))
+    decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, 1 - allowed)
+    prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
+    moved = moving_s * prompts / lengths.mean_input
+    most_s = constraint.tpot_s / (1 + constraint.headroom)
+    low, high = 0.0, most_s
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        left = np.outer(decodes, np.full(len(moved), most_s - middle)) - moved
+        waits = np.clip(1 - left / middle, 0.0, 1.0) * -np.expm1(-rate * lengths.mean_decodes * middle)
+        late = np.where(left < 0, 1.0, waits) @ of_prompts
+        is_late = float(shares @ np.where(decodes > 0, late, 0.0)) > allowed
+        low, high = (low, middle) if is_late else (middle, high)
+    return high
 
 
 class PromptSteps:

@@ -79,7 +79,8 @@ def _best_nearby(best: Rated) -> Rated:
 
 
 def closed_rate(space: Space, settings: PolicySettings) -> float:
-    return float(space.evaluate(curves_of(columns_of(settings), space.forecast)).max_rates()[0, -1])
+    last = np.arange(NUM_LOADS)[None] == NUM_LOADS - 1
+    return float(space.evaluate(curves_of(columns_of(settings), space.forecast)).max_rates(0.0, last)[0, -1])
 
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
@@ -135,9 +136,10 @@ def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
         largest[name] = outer
     columns = curves_of(largest, space.forecast)
     evaluation = space.evaluate(columns)
-    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), evaluation.max_rates(at_least), 0.0)
+    wanted = evaluation.fits.reshape(-1, NUM_LOADS).copy()
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
-        rates[:, :-1] = 0.0  # if the batch size is fixed, only the last point of a curve has this size
+        wanted[:, :-1] = False  # if the batch size is fixed, only the last point of a curve has this size
+    rates = evaluation.max_rates(at_least, wanted, only_best=True)
     index = int(rates.argmax())
     rate = float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None

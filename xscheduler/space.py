@@ -31,9 +31,10 @@ from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, RequestBlocks
-from xsimulator.queueing import max_rate
+from xsimulator.queueing import max_rates
 
 Array = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in FORECASTS.items()}
 """The class of settings of every policy that the search knows."""
@@ -219,12 +220,12 @@ class Space:
         in_memory = self.request_blocks.most(self._blocks_beside(step_tokens))
         return np.minimum(in_memory, self.limits.max_batch * self.placement.microbatches)
 
-    def requests_fit(self, performance: Performance) -> npt.NDArray[np.bool_]:
+    def requests_fit(self, performance: Performance) -> Bools:
         requests, variance = performance.peak_requests, performance.peak_variance
         fits = self.request_blocks.fit(requests, variance, self._blocks_beside(performance.peak_tokens))
         return fits & (requests <= self.limits.max_batch * self.placement.microbatches)
 
-    def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
+    def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> Bools:
         """Return whether WAA's encode lane has memory for one batch in each stage and one in transfer. It must also
         hold the longest prompt, which would otherwise wait forever.
         """
@@ -472,12 +473,12 @@ class Evaluation:
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property
-    def fits(self) -> npt.NDArray[np.bool_]:
+    def fits(self) -> Bools:
         """Whether each point fits in memory and is allowed by the policy."""
         return self.in_memory & self._space.forecast.is_allowed(self.performance)
 
     @cached_property
-    def in_memory(self) -> npt.NDArray[np.bool_]:
+    def in_memory(self) -> Bools:
         """Whether each point fits in memory."""
         performance, space = self.lesser, self._space
         return space.requests_fit(performance) & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
@@ -511,17 +512,18 @@ class Evaluation:
                 excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
         return excess
 
-    def max_rates(self, at_least: float = 0.0) -> Array:
-        """For points on load curves, compute in closed form (`xsimulator.queueing`) the highest arrival rate at which
-        each point keeps the bounds, waiting included. It is for all replicas together. 0 means that a point keeps the
-        bounds at no rate above `at_least`.
+    def max_rates(self, at_least: float = 0.0, wanted: Bools | None = None, *, only_best: bool = False) -> Array:
+        """For points on load curves, compute in closed form the highest arrival rate at which each point keeps the
+        bounds, waiting included (`xsimulator.queueing.highest_rates`). It is for all replicas together.
 
         # [curves, loads]
         """
         space, replicas = self._space, self._space.placement.replicas
-        most = max_rate(space.forecast.stations, self.performance, space.lengths, self._constraint, at_least / replicas)
-        return replicas * most
+        stations, least = space.forecast.stations, at_least / replicas
+        return replicas * max_rates(
+            stations, self.performance, space.lengths, self._constraint, least, wanted, only_best=only_best
+        )
 
     @cached_property
-    def feasible(self) -> npt.NDArray[np.bool_]:
+    def feasible(self) -> Bools:
         return self.fits & (self.excess <= 0)

@@ -24,8 +24,9 @@ every largest batch size on the curve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,9 @@ class LoadPoints(NamedTuple):
         late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
         return np.where(self.is_late, 1.0, late)
 
+    def take(self, rows: npt.NDArray[np.intp]) -> LoadPoints:
+        return LoadPoints(*(values[rows] for values in self))
+
 
 class LoadCurves:
     """Curves of one policy's candidates. Along each curve the batch grows, and every point is a candidate.
@@ -120,16 +124,8 @@ class LoadCurves:
         headroom: float = 0.0,
         num_loads: int = NUM_LOADS,
     ) -> None:
-        self._quantile = goal.quantile
-        decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
-        inputs, of_inputs = _groups(
-            lengths.inputs, lengths.input_probabilities, INPUT_EDGES if goal.ttft_s is None else TTFT_EDGES
-        )
-        self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
-        self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Representative requests: their numbers of decodes, their shares of all requests, and the length of their
-        prompts relative to the mean prompt.
-        """
+        self._allowed = 1 - goal.quantile
+        self._decodes, self._prompts, self._shares = _representatives(lengths, is_fine=goal.ttft_s is not None)
         shape = (-1, num_loads)
         ttft, tpot, throughput = (curve.reshape(shape) for curve in (found.ttft, found.tpot, found.throughput))
         self._ttft, self._tpot, self._gate = ttft, tpot, np.maximum(found.gate.reshape(shape), 1e-12)
@@ -161,7 +157,7 @@ class LoadCurves:
         if goal.ttft_s is not None:
             left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
-        self._slow: Array = np.zeros_like(left)
+        self._slow: Array = np.zeros(left.shape)
         """Share of requests whose mean gap between tokens breaks its bound. In short outputs, the mean gap varies
         more.
         """
@@ -230,8 +226,22 @@ class LoadCurves:
 
     def late(self, points: LoadPoints, rate: Array) -> Array:
         """Return the share of requests that break a bound at each point's arrival rate (1 beyond saturation). # [n]"""
+        at = self._at(points, rate)
+        return np.where(rate < points.saturation, at.late(self._longer(points, at.drain)), 1.0)
+
+    def keeps(self, points: LoadPoints, rate: Array) -> npt.NDArray[np.bool_]:
+        """Return whether enough requests keep the bounds at each point's arrival rate. # [n]"""
+        at = self._at(points, rate)
+        stable = rate < points.saturation
+        keeps: npt.NDArray[np.bool_] = stable & (at.late(1.0) <= self._allowed)
+        unsure = np.flatnonzero(stable & ~keeps & (at.late(0.0) <= self._allowed))
+        if len(unsure):
+            late = self._longer(points.take(unsure), at.drain[unsure])
+            keeps[unsure] = at.take(unsure).late(late) <= self._allowed
+        return keeps
+
+    def _at(self, points: LoadPoints, rate: Array) -> _AtRate:
         saturation, rows = points.saturation, np.arange(len(rate))
-        stable = rate < saturation
         rate = np.minimum(rate, (1 - 1e-6) * saturation)
         log_p = self._states * np.log(rate)[:, None] - points.work
         log_load = np.log(rate / saturation)
@@ -241,30 +251,93 @@ class LoadCurves:
         tail = last + log_load - np.log(-np.expm1(decay))
         top = np.maximum(log_p.max(axis=1), tail)
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
-        total = p.sum(axis=1) + tail
-        late = points.longer((-decay * saturation)[:, None])
-        late = (points.slow + (1 - points.slow) * late) @ self._shares
-        return np.where(stable, ((p * points.late_at_rate(rate)).sum(axis=1) + tail * late) / total, 1.0)
+        late = (p * points.late_at_rate(rate)).sum(axis=1)
+        return _AtRate(late, tail, p.sum(axis=1) + tail, -decay * saturation)
 
-    def max_rate(self, at_least: float = 0.0) -> Array:
-        """Return for each point the highest rate at which enough requests keep the bounds, or 0. # [curves, loads]"""
-        found = np.zeros_like(self.saturation)
-        curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1, 0] <= 1 - self._quantile))
-        points = self.points(curves, loads)
-        low, high = np.zeros(len(curves)), points.saturation
-        for _ in range(RATE_STEPS):
-            middle = (low + high) / 2
-            keeps = self.late(points, middle) <= 1 - self._quantile
-            low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
-        found[curves, loads] = low
+    def _longer(self, points: LoadPoints, drain: Array) -> Array:
+        late = points.longer(drain[:, None])
+        found: Array = (points.slow + (1 - points.slow) * late) @ self._shares
+        return found
+
+    def keep_alone(self) -> npt.NDArray[np.bool_]:
+        """Return on which curves enough requests keep the bounds if each is alone. # [curves, 1]"""
+        found: npt.NDArray[np.bool_] = self._late[:, :1, 0] <= self._allowed
         return found
 
 
-def max_rate(
-    stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
+class _AtRate(NamedTuple):
+    """Points at their arrival rates. # [n] each
+
+    Attributes:
+        inside, tail, total: weights of late requests that find a free slot, of those that find none, and of all.
+        drain: rate of the exponential wait for a slot.
+    """
+
+    inside: Array
+    tail: Array
+    total: Array
+    drain: Array
+
+    def late(self, waiting: Array | float) -> Array:
+        return (self.inside + self.tail * waiting) / self.total
+
+    def take(self, rows: npt.NDArray[np.intp]) -> _AtRate:
+        return _AtRate(*(values[rows] for values in self))
+
+
+def highest_rates(
+    curves: Sequence[LoadCurves],
+    at_least: float = 0.0,
+    wanted: npt.NDArray[np.bool_] | None = None,
+    *,
+    only_best: bool = False,
 ) -> Array:
+    """Return for each point the highest rate at which enough requests keep the bounds of all goals, or 0.
+    # [curves, loads]
+
+    Args:
+        curves: the same curves under each goal.
+        at_least: points that are saturated at this rate are left out.
+        wanted: the points to compute. None means all. # [curves, loads]
+        only_best: whether only the highest rate is exact. The others are then lower bounds.
+    """
+    saturation = curves[0].saturation
+    able = (saturation > at_least) & np.logical_and.reduce([one.keep_alone() for one in curves])
+    places = np.nonzero(able if wanted is None else able & wanted)
+    of_goals = [one.points(*places) for one in curves]
+    low, high = np.zeros(len(places[0])), saturation[places]
+    open_ = np.arange(len(low))
+    for _ in range(RATE_STEPS):
+        if only_best and len(open_):
+            is_open = high[open_] >= low.max()
+            if 2 * is_open.sum() <= len(open_):
+                open_, of_goals = open_[is_open], [points.take(np.flatnonzero(is_open)) for points in of_goals]
+        middle = (low[open_] + high[open_]) / 2
+        keeps = np.logical_and.reduce([one.keeps(points, middle) for one, points in zip(curves, of_goals, strict=True)])
+        low[open_], high[open_] = np.where(keeps, middle, low[open_]), np.where(keeps, high[open_], middle)
+    found = np.zeros_like(saturation)
+    found[places] = low
+    return found
+
+
+def max_rates(
+    stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, *how: Any, **further: Any
+) -> Array:
+    """See `highest_rates`."""
     curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
-    return np.min([one.max_rate(at_least) for one in curves], axis=0)
+    return highest_rates(curves, *how, **further)
+
+
+@lru_cache(maxsize=8)
+def _representatives(lengths: Lengths, *, is_fine: bool) -> tuple[Array, Array, Array]:
+    """Return the numbers of decodes of representative requests, the lengths of their prompts relative to the mean
+    prompt, and their shares of all requests.
+    """
+    decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
+    edges = TTFT_EDGES if is_fine else INPUT_EDGES
+    inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, edges)
+    shares = np.outer(of_decodes, of_inputs).ravel()
+    return np.repeat(decodes, len(inputs)), np.tile(inputs / lengths.mean_input, len(decodes)), shares
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:

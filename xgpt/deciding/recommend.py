@@ -108,7 +108,9 @@ def recommend(
         if next_best is None or now is None
         else gain_of(next_best, now, (gains or {}).get(BESIDE if beside is not None else next_best.policy.kind)),
         with_more_work=None if more is None else offer_of(more, kept, path),
-        sizes=tuple(Sized(num_devices=number, **judged._asdict()) for number, judged in tried),
+        sizes=tuple(
+            Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
+        ),
         would_hold=None if holds or load is None else enough(*shown, load),
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft
+from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
 from xgpt.deciding.ranges import confidence
 from xgpt.deciding.recommend import own_first
@@ -50,7 +52,8 @@ class Sizing:
                     first.draft,
                 )
         self._found[number] = found, other
-        return judged
+        rate = rate_of(first.draft)
+        return judged._replace(needed=ceil(number * self._load.rate_per_s / rate) if rate else 0)
 
     def _judge(self, found: Found, wanted: float) -> Judged:
         draft, profile, rate = found.draft, self.problem.profile, self._load.rate_per_s

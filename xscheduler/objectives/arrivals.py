@@ -138,7 +138,7 @@ class Arrivals(Objective[PlanDraft]):
         best = next(iter(ordered))
         spaces = {kind: self.scheduler.space_of(plan) for kind, plan in ordered.items()}
         breach = {
-            kind: self._branches.breach(spaces[kind], rate_of(plan), waits=kind == best)
+            kind: self._branches.breach(spaces[kind], plan, rate_of(plan), waits=kind == best)
             for kind, plan in ordered.items()
         }
         return {
@@ -267,7 +267,7 @@ class Arrivals(Objective[PlanDraft]):
         space = self.scheduler.space_of(best.plan)
         if best.plan.admission.order == "fcfs":
             self._branches.count_waits()
-        if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > TOLERANCES.noise:
+        if self.scheduler.method == "optuna" or self._branches.breach(space, best.plan, best.rate) > TOLERANCES.noise:
             return self._sampled_by_optuna(best)
         settled, self._branches.best_rate = 0, best.rate
         for branch in self._branches.open():

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Constraint
-from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
+from xgpt.core.schema import Constraint, PlanDraft, PolicySettings
+from xscheduler.arrival_bounds import PromptSteps, Waits, longest_step, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import UpperBound, upper_bound
@@ -64,6 +64,9 @@ class Branch:
     predictions: int = 0
     _searched: list[_Searched] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._at_rate = np.inf, self.relaxed  # the lowest rate so far, and the relaxed space at it
+
     @property
     def alike(self) -> Hashable:
         """A key that is equal for branches that differ only in the name of their policy."""
@@ -97,8 +100,15 @@ class Branch:
             else:
                 low, self.bound = rate, min(self.bound, served)
 
-    def breach(self, rate: float, waits: Waits | None) -> float:
+    def breach(self, rate: float, waits: Waits | None, settings: PolicySettings) -> float:
+        """Return the share by which a rate that was simulated with these settings, or a point of a drawn box, exceeds
+        its bound.
+        """
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
+        if waits is None:
+            own = self.relaxed.evaluate(columns_of(settings))
+            if own.feasible[0] and own.throughput[0] >= rate:
+                return by_point  # the bound is at least the throughput of its points
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
     @cached_property
@@ -123,17 +133,16 @@ class Branch:
         return len(self.space.placement.layouts) == 2
 
     @cached_property
-    def _prompts_s(self) -> Array:
+    def _prompts_s(self) -> list[list[float]]:
         assert self._sizes is not None
-        found: Array = self.relaxed.models.floor.prompt_s(self._sizes[1].astype(float))
-        return found
+        return np.stack(self.relaxed.models.floor.prompt_s(self._sizes[1].astype(float)), axis=1).tolist()
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         left = self._left(rate, waits)
         most = float(left.max())
         if most <= 0:
             return at_least
-        relaxed = self.relaxed
+        relaxed = self._relaxed_at(rate)
         if left.min() <= 1 - TOLERANCES.close:
             by_size = None if self._sizes is None or len(left) == 1 else Left(*self._sizes, left / most)
             relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_size)
@@ -145,14 +154,27 @@ class Branch:
         self._searched.append(_Searched(left, at_least, bound))
         return bound.throughput
 
+    def _relaxed_at(self, rate: float) -> Space:
+        """Return the relaxed space. If prompts have a lane, the bound on TPOT is tighter the higher the rate."""
+        relaxed, constraint = self.relaxed, self.relaxed.constraint
+        if not self._has_lanes or constraint.tpot_s is None:
+            return relaxed
+        if rate < self._at_rate[0]:
+            self._searched.clear()
+            moving_s, of_one = relaxed.models.floor.moving_s, rate / self.space.placement.replicas
+            step_s = longest_step(constraint, self.space.lengths, moving_s, of_one)
+            bounds = constraint.but(tpot_s=step_s * (1 + constraint.headroom))
+            self._at_rate = rate, relaxed.under(bounds, relaxed.bound, between=True)
+        return self._at_rate[1]
+
     def _left(self, rate: float, waits: Waits | None) -> Array:
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
             return waits.left_by_budget(self._steps, of_one)
         if waits is not None and self._has_lanes:
-            return np.asarray([waits.left(prompt_s, of_one) for prompt_s in self._prompts_s.tolist()])
+            return np.asarray([waits.left(prompt_s, of_one, through_s) for prompt_s, through_s in self._prompts_s])
         if waits is not None and self.prompt_s is not None:
-            return np.asarray([waits.left(self.prompt_s, of_one)])
+            return np.asarray([waits.left(self.prompt_s, of_one, self.prompt_s)])
         return np.ones(1)
 
 
@@ -209,8 +231,8 @@ class Branches:
         """This is valid only if requests enter in order of arrival."""
         self._waits = Waits(self._constraint, self._lengths)
 
-    def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        return self.of(space).breach(rate, self._waits if waits else None)
+    def breach(self, space: Space, plan: PlanDraft, rate: float, *, waits: bool = True) -> float:
+        return self.of(space).breach(rate, self._waits if waits else None, plan.policy)
 
     def spaces(self, kind: str) -> list[Space]:
         return [branch.space for branch in self.all if branch.kind == kind]

@@ -8,8 +8,8 @@ bounds:
 - A setting whose saturated throughput on the lower tables is below the rate cannot sustain it.
 - A setting is refuted if more than `LENIENT` times the allowed share of requests are late in a short run, or more than
   the allowed share in a run of `MANY_REQUESTS`. At higher rates it stays refuted.
-- Settings that differ only in the batch size are run from the smallest. Once each request ends when it ends under the
-  largest, the cap has had no effect, and the sizes in between need no run.
+- Settings that differ in one limit only are run from the smallest. Once each request ends when it ends under the
+  largest, the limit has had no effect, and those in between need no run. The same holds for whole rows of settings.
 
 All settings get the K/V blocks of the one whose steps leave the most. Runs share their random numbers. The bound is the
 rate at which all settings break the bounds, raised by two standard deviations of a rate from `MANY_REQUESTS`.
@@ -18,17 +18,19 @@ rate at which all settings break the bounds, raised by two standard deviations o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.schema import PlanDraft
+from xgpt.core.schema import PlanDraft, PolicySettings
 from xscheduler.box_bounds import SLACK
 from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
-from xscheduler.space import Evaluation, Space
+from xscheduler.space import Array, Evaluation, Space
 from xsimulator.capacity import LEAST_REQUESTS, Trial
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
@@ -37,17 +39,61 @@ MANY_REQUESTS = 8 * LEAST_REQUESTS
 LENIENT = 2.0
 STEP = 1.015
 """Ratio of two rates that are tried one after the other."""
-FEW = 8.0
+FEW = 12.0
 """Settings are simulated if at most this mean number of requests is in a replica."""
 WIDE = 1.08
 """They are simulated if a bound exceeds the best rate by this factor."""
-MOST_SETTINGS, MOST_RUNS = 50_000, 3000
+MOST_RUNS = 3000
+AT_ONCE = 4096
+"""Number of settings that are predicted together."""
 ALL_SETTINGS = "; where few requests run, simulations of every setting"
 
 
 class _Outcome(NamedTuple):
     keeps: bool
-    ends: Ints
+    ends: bytes
+
+
+class _Settings:
+    """The settings of a space, as rows of indices. Along a row, the variable of the space's lines grows."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        ends = np.cumsum(space.lines[2]).tolist()
+        self.rows = [np.arange(start, end) for start, end in pairwise([0, *ends]) if start < end]
+        self._blocks: dict[int, tuple[dict[str, Ints], Evaluation, Array]] = {}
+
+    @cached_property
+    def smallest(self) -> PolicySettings | None:
+        """The settings whose steps leave the most memory, or None if none fit."""
+        columns = self._space.points(np.asarray([row[0] for row in self.rows]))
+        evaluation = self._space.evaluate(columns)
+        fits = np.flatnonzero(evaluation.fits)
+        if not len(fits):
+            return None
+        return self._space.settings(columns, int(fits[evaluation.performance.peak_tokens[fits].argmin()]))
+
+    def plan(self, base: PlanDraft, index: int) -> PlanDraft:
+        columns, evaluation, _ = self._block(index // AT_ONCE)
+        at = evaluation.at(index % AT_ONCE)
+        sizes = {name: at[name] for name in ("encode_batch", "encode_tokens", "decode_batch")}
+        return base.but(policy=self._space.settings(columns, index % AT_ONCE)).with_estimate(**sizes)
+
+    def able(self, row: Ints, rate: float) -> Ints:
+        """Return the settings whose saturated throughput on the lower tables is at least a rate."""
+        blocks = row // AT_ONCE
+        served = [self._block(block)[2][row[blocks == block] % AT_ONCE] for block in np.unique(blocks).tolist()]
+        return row[np.concatenate(served) >= rate] if served else row
+
+    def _block(self, number: int) -> tuple[dict[str, Ints], Evaluation, Array]:
+        if number not in self._blocks:
+            space, start = self._space, number * AT_ONCE
+            columns = space.points(np.arange(start, min(start + AT_ONCE, space.num_points)))
+            evaluation = space.evaluate(columns)
+            served = space.evaluate_floor(columns, evaluation).throughput * (1 + SLACK)
+            served[space.forecast.promises_too_little(evaluation.performance)] = np.inf
+            self._blocks[number] = columns, evaluation, np.where(evaluation.fits, served, 0.0)
+        return self._blocks[number]
 
 
 class EverySetting:
@@ -104,71 +150,24 @@ class EverySetting:
         """Return a rate from `at_least` to about `bound` at which every setting breaks the bounds. None means that
         runs cannot show it.
         """
-        if space.num_points > MOST_SETTINGS:
-            return None
-        columns = space.points(np.arange(space.num_points))
-        evaluation = space.evaluate(columns)
-        base = self._base(space, columns, evaluation)
-        if base is None:
+        settings, profile = _Settings(space), self._scheduler.problem.profile
+        if settings.smallest is None:
             return at_least
-        if not is_counted(base):
+        plan = self._scheduler.draft_at(space, settings.smallest, self._best.search)
+        if plan is None or not is_counted(base := self._finish(plan)):
             return None
-        profile = self._scheduler.problem.profile
         trials = self._trial.on(base, profile), self._long.on(base, profile)
-        served = space.evaluate_floor(columns, evaluation).throughput * (1 + SLACK)
-        served[space.forecast.promises_too_little(evaluation.performance)] = np.inf
-        lines, rate = _lines(space, columns, evaluation), at_least
-        try:
-            while rate < bound:
-                able = [line[served[line] >= rate] for line in lines]
-                lines = [
-                    kept for line in able if len(kept := self._kept(space, columns, evaluation, trials, line, rate))
-                ]
-                if not lines:
-                    break
+        rows, rate = settings.rows, at_least
+        with suppress(_TooManyError):
+            while rows and rate < bound:
+                rows = _kept_rows(
+                    rows,
+                    lambda row, rate=rate: settings.able(row, rate),
+                    lambda index, rate=rate: self._outcome(trials, settings.plan(base, index), rate),
+                )
                 rate *= STEP
-        except _TooManyError:
-            return None
-        return rate
-
-    def _base(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> PlanDraft | None:
-        """Return the finished plan of the setting that leaves the most memory, or None if no setting fits."""
-        fits = np.flatnonzero(evaluation.fits)
-        if not len(fits):
-            return None
-        index = int(fits[evaluation.performance.peak_tokens[fits].argmin()])
-        plan = self._scheduler.draft_at(space, space.settings(columns, index), self._best.search)
-        return None if plan is None else self._finish(plan)
-
-    def _kept(
-        self,
-        space: Space,
-        columns: dict[str, Ints],
-        evaluation: Evaluation,
-        trials: tuple[Trial, Trial],
-        line: Ints,
-        rate: float,
-    ) -> Ints:
-        base = trials[0].plan
-
-        def outcome(index: int) -> _Outcome:
-            at = evaluation.at(index)
-            sizes = {name: at[name] for name in ("encode_batch", "encode_tokens", "decode_batch")}
-            plan = base.but(policy=space.settings(columns, index)).with_estimate(**sizes)
-            return self._outcome(trials, plan, rate)
-
-        if not len(line):
-            return line
-        kept = np.zeros(len(line), bool)
-        top = outcome(int(line[-1]))
-        kept[-1] = top.keeps
-        for i, index in enumerate(line[:-1].tolist()):
-            found = outcome(index)
-            if np.array_equal(found.ends, top.ends):
-                kept[i:] = top.keeps
-                break
-            kept[i] = found.keeps
-        return line[kept]
+            return rate
+        return None
 
     def _outcome(self, trials: tuple[Trial, Trial], plan: PlanDraft, rate: float) -> _Outcome:
         short, long = trials
@@ -179,18 +178,43 @@ class EverySetting:
         if keeps:
             self._runs_left -= MANY_REQUESTS // LEAST_REQUESTS
             keeps, run = long.of(plan).run(long.stream(rate), self._slack)
-        return _Outcome(keeps, np.asarray(run.end_ns))
+        return _Outcome(keeps, np.asarray(run.end_ns).tobytes())
 
 
 class _TooManyError(Exception):
     pass
 
 
-def _lines(space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> Sequence[Ints]:
-    """Return the settings that fit, by their value of the variable that is not the batch size, smallest batch first."""
-    fits, load = np.flatnonzero(evaluation.fits), columns[space.forecast.load]
-    others = [values for name, values in columns.items() if name != space.forecast.load]
-    if not others:
-        return [fits[np.argsort(load[fits], kind="stable")]]
-    order = fits[np.lexsort((load[fits], others[0][fits]))]
-    return np.split(order, np.flatnonzero(np.diff(others[0][order])) + 1)
+def _kept_rows(rows: list[Ints], able: Callable[[Ints], Ints], outcome: Callable[[int], _Outcome]) -> list[Ints]:
+    """Return the settings of each row that are not refuted. If a row's requests end as in the last row, so do those of
+    the rows in between.
+    """
+    while rows and not len(able(rows[-1])):
+        rows = rows[:-1]
+    if not rows:
+        return []
+    last, ends = _kept(able(rows[-1]), outcome)
+    found = []
+    for i, row in enumerate(rows[:-1]):
+        kept, others = _kept(able(row), outcome)
+        if others == ends:
+            found += rows[i:-1] if len(last) else []
+            break
+        found.append(kept)
+    return [row for row in (*found, last) if len(row)]
+
+
+def _kept(row: Ints, outcome: Callable[[int], _Outcome]) -> tuple[Ints, list[bytes]]:
+    """Return the settings that are not refuted, and when requests end under those that were run."""
+    if not len(row):
+        return row, []
+    top, kept, ends = outcome(int(row[-1])), np.zeros(len(row), bool), []
+    kept[-1] = top.keeps
+    for i, index in enumerate(row[:-1].tolist()):
+        found = outcome(index)
+        if found.ends == top.ends:
+            kept[i:] = top.keeps
+            break
+        kept[i] = found.keeps
+        ends.append(found.ends)
+    return row[kept], [*ends, top.ends]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,12 +9,20 @@ from typing import NamedTuple
 from xgpt.core.errors import InfeasibleError, InputError
 from xscheduler.problem import Problem
 
+MOST_GUESSES = 3
+"""Number of guesses of the smallest number before bisection."""
+
 
 class Judged(NamedTuple):
-    """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words."""
+    """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words.
+
+    Attributes:
+        needed: number of devices that this plan's rate per device would need, or 0 if it is not known.
+    """
 
     confidence: float
     why_not: str = ""
+    needed: int = 0
 
 
 Judge = Callable[[int, float], Judged]
@@ -69,8 +76,15 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
             tried[number] = Judged(0.0, _in_words(error))
         return tried[number].confidence >= wanted
 
-    fewest = 1 + bisect_left(range(1, most), True, key=is_enough)
-    return Fewest(fewest, tuple(sorted(tried.items())))
+    below, enough, guess = 0, most, tried[most].needed
+    while enough - below > 1:
+        is_guessed = below < guess < enough and len(tried) <= MOST_GUESSES
+        number = guess if is_guessed else (below + enough) // 2
+        if is_enough(number):
+            enough, guess = number, number - 1
+        else:
+            below, guess = number, number + 1
+    return Fewest(enough, tuple(sorted(tried.items())))
 
 
 def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:

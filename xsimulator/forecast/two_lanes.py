@@ -212,12 +212,22 @@ class TwoLaneModel:
         encoders, decoders = self._encoding.pipeline.devices.sum(), self._decoding.pipeline.devices.sum()
         return 1 - (encode + decode) / (encoders + decoders)
 
-    def prompt_s(self, encode_batch: Array) -> Array:
-        """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts.
-        # [n], rising -> [n]
+    def prompt_s(self, encode_batch: Array) -> tuple[Array, Array]:
+        """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts:
+        from one to the next, and through the lane. # [n], rising -> [n], [n]
         """
-        found: Array = np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch)
-        return found
+        # A prompt of several times the mean length may be a batch by itself, which takes less time per token.
+        longest = self.lengths.max_input / self.lengths.mean_input
+        sizes = np.union1d(encode_batch, np.geomspace(1.0, max(longest, 1.0), 16))
+        through = np.minimum.accumulate(self._encoding(sizes).through / sizes)
+        at_most = np.searchsorted(sizes, np.maximum(encode_batch, longest), side="right") - 1
+        return np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch), through[at_most]
+
+    @property
+    def moving_s(self) -> float:
+        """Lower bound on the seconds to move the K/V of a prompt of the mean length."""
+        sizes = np.geomspace(1.0, 1024.0, 32)
+        return float((self._encoding.transfer_s(sizes) / sizes).min())
 
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array

@@ -12,7 +12,7 @@ from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.lengths import Lengths
-from xsimulator.queueing import LoadCurves
+from xsimulator.queueing import LoadCurves, highest_rates
 
 ONE_LENGTH = Histogram(lengths=(8,), probabilities=(1.0,))
 
@@ -50,12 +50,12 @@ def test_one_place_waits_as_known(load: float) -> None:
 
 def test_beyond_saturation_nothing_is_in_time() -> None:
     assert late(one_place(2.0, 100.0), 0.6) == 1
-    assert one_place(2.0, 1e6).max_rate()[0, -1] == pytest.approx(0.5, rel=0.01)
-    assert one_place(2.0, 1.9).max_rate().max() == 0
+    assert highest_rates([one_place(2.0, 1e6)])[0, -1] == pytest.approx(0.5, rel=0.01)
+    assert highest_rates([one_place(2.0, 1.9)]).max() == 0
 
 
 def test_a_looser_bound_is_kept_at_a_higher_rate() -> None:
-    rates = [float(one_place(2.0, bound).max_rate()[0, -1]) for bound in (2.5, 4.0, 8.0, 16.0, 64.0)]
+    rates = [float(highest_rates([one_place(2.0, bound)])[0, -1]) for bound in (2.5, 4.0, 8.0, 16.0, 64.0)]
     assert rates == sorted(rates) and rates[0] < 0.1 * rates[-1]
 
 
