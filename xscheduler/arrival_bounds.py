@@ -148,7 +148,7 @@ class Waits:
             return True
         first = waits * prompt_s + self._prompts[: len(waits)] * through_s
         kept = np.count_nonzero(first <= bounds.ttft_s / (1 + bounds.headroom)) / len(first)
-        return kept + 1 / NUM_WAITS >= (bounds.ttft_quantile or bounds.quantile)
+        return bool(kept + 1 / NUM_WAITS >= (bounds.ttft_quantile or bounds.quantile))
 
     def _keep(self, first: Array, pace_s: float) -> bool:
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile

@@ -105,7 +105,7 @@ class LoadPoints(NamedTuple):
         return np.where(self.is_late, 1.0, late)
 
     def take(self, rows: npt.NDArray[np.intp]) -> LoadPoints:
-        return LoadPoints(*(values[rows] for values in self))
+        return LoadPoints._make(values[rows] for values in self)
 
 
 class LoadCurves:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
@@ -55,7 +55,13 @@ class _Outcome(NamedTuple):
 
 
 class _Settings:
-    """The settings of a space, as rows of indices. Along a row, the variable of the space's lines grows."""
+    """The settings of a space, as rows of indices. Along a row, the variable of the space's lines grows.
+
+    Attributes:
+        base: a plan with some of these settings.
+    """
+
+    base: PlanDraft
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -73,11 +79,11 @@ class _Settings:
             return None
         return self._space.settings(columns, int(fits[evaluation.performance.peak_tokens[fits].argmin()]))
 
-    def plan(self, base: PlanDraft, index: int) -> PlanDraft:
+    def plan(self, index: int) -> PlanDraft:
         columns, evaluation, _ = self._block(index // AT_ONCE)
         at = evaluation.at(index % AT_ONCE)
         sizes = {name: at[name] for name in ("encode_batch", "encode_tokens", "decode_batch")}
-        return base.but(policy=self._space.settings(columns, index % AT_ONCE)).with_estimate(**sizes)
+        return self.base.but(policy=self._space.settings(columns, index % AT_ONCE)).with_estimate(**sizes)
 
     def able(self, row: Ints, rate: float) -> Ints:
         """Return the settings whose saturated throughput on the lower tables is at least a rate."""
@@ -156,21 +162,19 @@ class EverySetting:
         plan = self._scheduler.draft_at(space, settings.smallest, self._best.search)
         if plan is None or not is_counted(base := self._finish(plan)):
             return None
+        settings.base = base
         trials = self._trial.on(base, profile), self._long.on(base, profile)
         rows, rate = settings.rows, at_least
         with suppress(_TooManyError):
             while rows and rate < bound:
-                rows = _kept_rows(
-                    rows,
-                    lambda row, rate=rate: settings.able(row, rate),
-                    lambda index, rate=rate: self._outcome(trials, settings.plan(base, index), rate),
-                )
+                outcome = partial(self._outcome, trials, settings, rate)
+                rows = _kept_rows(rows, partial(settings.able, rate=rate), outcome)
                 rate *= STEP
             return rate
         return None
 
-    def _outcome(self, trials: tuple[Trial, Trial], plan: PlanDraft, rate: float) -> _Outcome:
-        short, long = trials
+    def _outcome(self, trials: tuple[Trial, Trial], settings: _Settings, rate: float, index: int) -> _Outcome:
+        (short, long), plan = trials, settings.plan(index)
         self._runs_left -= 1
         if self._runs_left < 0:
             raise _TooManyError
