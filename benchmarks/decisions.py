@@ -28,7 +28,7 @@ from xgpt.core.schema import Plan, Profile
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
 from xgpt.solving import solve
-from xsimulator.run import replay_trace, times_of
+from xsimulator.run import run_requests, times_of
 
 MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "Qwen/Qwen3-14B": (1, 2)}
 """Models with the tensor-parallel degrees of their deployments."""
@@ -82,7 +82,7 @@ def replayed(plan: Plan, profile: Profile, load: LogLoad) -> KeptByWindow:
     for replica in range(plan.replicas):
         own = np.arange(replica, len(kept), plan.replicas)
         part, one = log.take(own), plan.but(replicas=1)
-        _, steps = replay_trace(one, profile, plan.workload, part, len(own))
+        steps = run_requests(one, profile, part, plan.workload.output.lengths[-1])
         times = times_of(one, steps, len(own), part.output).later(plan.request_path_s)
         kept[own] = times.excess(plan.constraint.all_bounds) <= 1
     return load.kept(kept)

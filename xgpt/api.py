@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from xgpt.benchmark import Benched
     from xgpt.calibrating import CalibratedLoads
-    from xgpt.comparing.compare import Compared, OnStart
+    from xgpt.comparing.compare import Compared
     from xgpt.core.progress import Progress
     from xgpt.core.schema.tuning import CheckOutput, TuneOutput, WatchAlarm
     from xgpt.diagnosis import Finding
@@ -242,7 +242,6 @@ def compare(
     *,
     latency_bound_s: float | None,
     progress: Progress | None = None,
-    on_start: OnStart = lambda plan: None,
     path: str | None = None,
     **asked: Unpack[CompareKeywords],
 ) -> Compared:
@@ -257,24 +256,19 @@ def compare(
     Args:
         latency_bound_s: see `plan`.
         progress: called with (done, total, what is being done).
-        on_start: called with each plan before the plan is measured.
         path: where the current deployment will be written as a plan, for commands in the recommendation.
         **asked
 
     Raises:
         InputError: an argument is not accepted, or the current deployment cannot run the same work as the plans.
         InfeasibleError: no schedule keeps the bounds.
-        MachineError: this machine cannot be measured, or a server does not start.
+        MachineError: this machine cannot be measured.
     """
-    from xgpt.benchmark import Load
     from xgpt.comparing import compare as comparing
 
     given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
     request = request_of(CompareRequest, given)
-    load = Load(request.num_requests) if request.measure else None
-    return comparing.compare(
-        as_plan_request(request), request.current, request.variables, load, request.seed, progress, on_start, path
-    )
+    return comparing.compare(as_plan_request(request), request.current, request.variables, progress, path)
 
 
 @_takes(ProfileRequest)
@@ -354,8 +348,12 @@ def simulate(
         InputError: the requests do not fit into the plan's memory, its profile is not on this machine, or arguments
             cannot be combined.
     """
+    from xgpt.core.load import LogLoad
+    from xgpt.core.traces import read_lengths
+    from xgpt.resolve import workload_of
     from xgpt.sessions import sessions_of, simulate_sessions
     from xprofiler.store import profile_of
+    from xsimulator.replay import simulate_log
     from xsimulator.run import run_simulation
 
     request = request_of(SimulateRequest, dict(asked))
@@ -392,20 +390,16 @@ def simulate(
         arrivals, num_requests = None, ALL_REQUESTS
     else:
         arrivals, num_requests = _arrivals(request, 2000, request.burstiness or 1.0)
-    return run_simulation(
-        plan,
-        profile,
-        request.workload,
-        num_requests,
-        arrivals,
-        request.seed,
-        own_times=request.own_times,
-        since_s=request.since_s,
-        growth=request.growth,
-        clients=request.clients,
-        keep_steps=keep_steps,
-        rule=rule,
-    )
+    if request.own_times:
+        named = isinstance(request.workload, str) and Path(request.workload).is_file()
+        if request.workload is None or not named or arrivals is not None:
+            raise InputError("own_times", True, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
+        lengths = workload_of(request.workload, plan.model, request.growth)
+        log = read_lengths(Path(str(request.workload))).since(request.since_s)
+        load = LogLoad.of(lengths.name, log, request.growth)
+        return simulate_log(plan, profile, lengths, load, num_requests, keep_steps=keep_steps, rule=rule)
+    asked = {"growth": request.growth, "clients": request.clients, "rule": rule}
+    return run_simulation(plan, profile, request.workload, num_requests, arrivals, request.seed, **asked)
 
 
 @_takes(CalibrateRequest)
@@ -474,10 +468,9 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
         running = running.deployed(pinned=Pinned())
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
     profile = profile_of(running, request.profile)
-    if log is None:
-        decision, then = propose(running, profile, observation, terms)
-    else:
-        observation, (decision, then) = replan_for(running, profile, log, terms)
+    if log is not None:
+        return replan_for(running, profile, log, terms)
+    decision, then = propose(running, profile, observation, terms)
     return Replanned(running, observation, decision, then or running)
 
 

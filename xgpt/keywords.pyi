@@ -165,12 +165,6 @@ class CompareKeywords(ProblemRequest, total=False):
     """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values with such a command."""
     variables: Mapping[str | PathLike[str], str | PathLike[str]] | None
     """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
-    measure: bool | None
-    """Also run each plan on this machine, and show measured beside predicted figures."""
-    num_requests: int | None
-    """With `measure`: number of requests for each plan."""
-    seed: int | None
-    """With `measure`: seed from which the request lengths are drawn."""
 
 class Replanning(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None

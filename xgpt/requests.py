@@ -334,12 +334,6 @@ class CompareRequest(ProblemRequest):
     docker run, Compose file, pod manifest or Helm values with such a command."""
     variables: Annotated[dict[str, str], Option("--set", "NAME=VALUE", kind="assigned")] = Field(default_factory=dict)
     """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
-    measure: bool = False
-    """Also run each plan on this machine, and show measured beside predicted figures."""
-    num_requests: Annotated[PositiveInt, Option("--requests")] = 300
-    """With `measure`: number of requests for each plan."""
-    seed: NonNegativeInt = 0
-    """With `measure`: seed from which the request lengths are drawn."""
 
 
 class EngineRequest(ProblemRequest):

@@ -17,7 +17,6 @@ from xgpt.core.progress import Progress
 from xgpt.core.refusals import refusal
 from xgpt.core.schema import Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.load import CarriedLoad, carried
@@ -36,7 +35,7 @@ from xscheduler.fleet.planning import FleetCluster, FleetModel, plan_day, share_
 from xscheduler.fleet.replica_kinds import Candidate
 from xscheduler.fleet.scaling import Follower
 from xscheduler.found import Found
-from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, found_each, is_uniform, plan_uniform
+from xscheduler.objectives.best_plans import check_held, found_each
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
 from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.saturation import with_simulated_figures
@@ -96,34 +95,6 @@ class Planned:
     @property
     def best(self) -> Plan:
         return next(iter(self.plans.values()))
-
-    @property
-    def may_be_uneven(self) -> bool:
-        constraint = self.problem.constraint
-        one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
-        return self.problem.cluster.num_devices > 1 and not one_way
-
-    def best_uneven(self) -> Plan | None:
-        """Search again with stages that vLLM cannot run, too, and return the best plan. Return None if the search has
-        already included them, or if the request or the profile names an engine.
-        """
-        problem = self.problem
-        if not problem.even or problem.engine is not None or problem.profile.engine is not None:
-            return None
-        return next(iter(_find_each(self.request)(replace(problem, even=False)).values())).plan
-
-    def best_uniform(self) -> Plan | None:
-        """Return the best plan on equal stages, without rra and waa, or None if no such plan keeps the bound.
-
-        If the best plan of the other policies already has equal stages, it is returned. Otherwise a separate search
-        finds the plan.
-        """
-        all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
-        of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)
-        best = next(of_kinds, None) if all_tried else self.best
-        if best is not None and is_uniform(best):
-            return best
-        return plan_uniform(self.problem, self.request.search)
 
 
 def solve(request: PlanRequest, progress: Progress | None = None, path: str = "plan.json") -> Planned:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice
 from math import ceil
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from xgpt.core.policies import Rule, Schedule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
-from xgpt.core.traces import read_lengths
 from xgpt.core.turns import Chains, TraceSessions
 from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
@@ -37,8 +35,6 @@ FULL = 0.95
 GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio. The fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
-MANY_REQUESTS = 20_000
-"""Replays of more requests than this are simulated by counts if possible. They take seconds, but return no steps."""
 
 
 def warm_up_requests(plan: PlanDraft) -> int:
@@ -97,10 +93,12 @@ def requests_to_end(plan: PlanDraft, num_requests: int) -> int:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run of one replica of a plan on the simulated engine.
+    """A run of one replica of a plan on the simulated engine or, if a log was replayed, of all.
 
     Attributes:
+        steps, spans: those of the first replica.
         times: times of each request from its arrival. None means that the run was at saturation.
+        windows: shares of requests that kept the bounds in each window of `load`, the part of a log that was replayed.
     """
 
     plan: PlanDraft
@@ -129,15 +127,6 @@ class Simulated:
                 found["goodput"] = self.times.goodput(self.plan.constraint)
         return found
 
-    def in_windows(self, load: LogLoad) -> Simulated:
-        """Return the run with the shares of requests that kept the bounds in each window of the replayed load."""
-        if self.times is None or not self.plan.constraint.bounds_latency:
-            return self
-        part = share_of_replica(load.requests, self.plan).take(np.arange(len(self.times.whole_s)))
-        is_kept = self.times.excess(self.plan.constraint.all_bounds) <= 1
-        load = replace(load, requests=part)
-        return replace(self, windows=load.kept(is_kept), load=load)
-
     def chrome_trace(self) -> str:
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
 
@@ -150,11 +139,8 @@ def run_simulation(
     arrivals: ArrivalProcess | None = None,
     seed: int = 0,
     *,
-    own_times: bool = False,
-    since_s: float = 0.0,
     growth: Growth = NO_GROWTH,
     clients: int | None = None,
-    keep_steps: bool = False,
     rule: Rule | None = None,
 ) -> Simulated:
     """Run requests of a workload on the simulated engine.
@@ -162,50 +148,31 @@ def run_simulation(
     Args:
         workload: a name, a path, or histograms. None means the plan's workload.
         arrivals: the arrival process. None means that requests are always waiting.
-        own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
-            a trace.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
-        keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
-            then takes 0.6 ms for each request.
 
     Raises:
-        InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
-            `own_times` is given without a trace.
+        InputError: the workload does not exist, or one of its requests can never fit into the plan's K/V memory.
     """
     lengths = plan.workload if workload is None else workload_of(workload, plan.model, growth)
-    spans: list[Span] = []
+    rng = np.random.default_rng(seed)
     if clients is not None:
-        return _closed_loop(plan, profile, lengths, num_requests, clients, np.random.default_rng(seed), rule)
-    tokens: Ints | None = None
-    load: LogLoad | None = None
-    if own_times:
-        if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
-            raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
-        load = LogLoad.of(lengths.name, read_lengths(Path(workload)).since(since_s), growth)
-        trace = load.requests
-        counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps and rule is None
-        if counted and (run := replay_by_counts(plan, profile, lengths, trace, num_requests)) is not None:
-            return run.in_windows(load)
-        measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append, rule)
+        return _closed_loop(plan, profile, lengths, num_requests, clients, rng, rule)
+    spans: list[Span] = []
+    own_trace = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
+    if own_trace is not None and own_trace.prefixes is not None:
+        requests = _first_of(own_trace, plan, num_requests, rng, arrivals)
     else:
-        rng = np.random.default_rng(seed)
-        own_trace = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
-        if own_trace is not None and own_trace.prefixes is not None:
-            requests = _first_of(own_trace, plan, num_requests, rng, arrivals)
-        else:
-            requests = _drawn(plan, lengths, num_requests, rng, arrivals)
-        measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append, rule)
-        tokens = requests.output
-    _check_known(profile, steps)
+        requests = _drawn(plan, lengths, num_requests, rng, arrivals)
+    measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append, rule)
+    check_known(profile, steps)
     times = None
-    if own_times or arrivals is not None:
-        times = times_of(plan, steps, num_requests, tokens).later(plan.request_path_s)
+    if arrivals is not None:
+        times = times_of(plan, steps, num_requests, requests.output).later(plan.request_path_s)
     kept = {} if times is None else kept_by_class(plan, steps, num_requests)
-    run = Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
-    return run.in_windows(load) if load is not None else run
+    return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
 
 
-def _check_known(profile: Profile, steps: Sequence[StepRecord]) -> None:
+def check_known(profile: Profile, steps: Sequence[StepRecord]) -> None:
     """Raise InputError if a step decodes more requests than the profile has times for: no search plans such a step."""
     largest = max((len(step.decode) for step in steps), default=0)
     if largest > profile.largest_batch:
@@ -354,10 +321,10 @@ def _counted_at_once(
 ) -> Run | None:
     if plan.estimate.reuse is not None:
         return None
-    return _counted(plan, profile, Stream(inputs, outputs, longest, np.zeros(len(inputs), int)), is_logged=is_logged)
+    return counted(plan, profile, Stream(inputs, outputs, longest, np.zeros(len(inputs), int)), is_logged=is_logged)
 
 
-def _counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
+def counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
     from xsimulator.counts.counted_run import counted_run  # imported here, since importing numba takes half a second
 
     return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
@@ -366,88 +333,6 @@ def _counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bo
 def is_drawn(plan: PlanDraft) -> bool:
     """Return whether latencies can be measured only on requests with drawn lengths (see `xsimulator.request_law`)."""
     return FORECASTS[plan.policy.kind].stations.admits_each_step
-
-
-def replay_trace(
-    plan: PlanDraft,
-    profile: Profile,
-    workload: Workload,
-    trace: TraceLengths,
-    num_requests: int,
-    on_span: OnSpan | None = None,
-    rule: Rule | None = None,
-) -> tuple[Measured, list[StepRecord]]:
-    """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and
-    steps.
-    """
-    trace = _replayed(plan, workload, trace, num_requests)
-    return run_replica(plan, profile, workload, trace, num_requests, on_span, rule)
-
-
-def _replayed(plan: PlanDraft, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
-    check_fits(plan, workload)
-    if trace.timestamp_s is None:
-        raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
-    trace = share_of_replica(trace if plan.shares_prompts else trace._replace(prefixes=None), plan)
-    total = requests_to_send(plan, num_requests, saturated=False)
-    return trace.take(np.arange(total)) if total < len(trace.input) else trace
-
-
-def replay_by_counts(
-    plan: PlanDraft, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
-) -> Simulated | None:
-    """Replay a trace by counts, with mean step times. Return None if the plan cannot be simulated by counts.
-
-    The times of requests equal those of `replay_trace`, but gaps between single tokens and idle shares are not known.
-    """
-    trace = _replayed(plan, workload, trace, num_requests)
-    has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
-    if has_more or trace.prefixes is not None or trace.timestamp_s is None:
-        return None
-    arrivals_ns = (1e9 * trace.timestamp_s).astype(int)
-    stream = Stream(trace.input, trace.output, workload.output.lengths[-1], arrivals_ns)
-    run = _counted(plan, profile, stream, is_logged=True)
-    if run is None:
-        return None
-    count = min(num_requests, len(trace.input))
-    run.run(KeptBounds((), 0, count))
-    first, end = (np.asarray(values[:count], float) for values in (run.first_ns, run.end_ns))
-    outputs = trace.output[:count]
-    times = RequestTimes.of_ns(arrivals_ns[:count].astype(float), first, end, outputs).later(plan.request_path_s)
-    log, unknown = run.log, float("nan")
-    window_s = float(end.max() - log["start_ns"].min()) / 1e9
-    encodes, decodes = log["encodes"][log["encodes"] > 0], log["decodes"][log["decodes"] > 0]
-    measured = Measured(
-        num_requests=count,
-        window_s=window_s,
-        throughput_rps=plan.replicas * count / window_s,
-        output_tokens_per_s=plan.replicas * float(outputs.sum()) / window_s,
-        latency_s=unknown,
-        request_latency_s=unknown,
-        ttft_s=unknown,
-        itl_p99_s=unknown,
-        preemptions=int(np.count_nonzero(run.state.requests["made"][:count])),
-        encode_batch=float(encodes.mean()) if len(encodes) else 0.0,
-        decode_batch=float(decodes.mean()) if len(decodes) else 0.0,
-        latencies_s=np.zeros(0),
-    )
-    return Simulated(plan, measured, (), (), times)
-
-
-def counted_times(plan: PlanDraft, profile: Profile, trace: TraceLengths, longest: int) -> RequestTimes | None:
-    """Return the times of all requests of a trace on one replica, by counts and with mean step times. Return None if
-    the plan's arrivals cannot be counted.
-    """
-    has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
-    if has_more or trace.prefixes is not None or trace.timestamp_s is None:
-        return None
-    arrivals_ns = (1e9 * trace.timestamp_s).astype(int)
-    run = _counted(plan, profile, Stream(trace.input, trace.output, longest, arrivals_ns), is_logged=False)
-    if run is None:
-        return None
-    run.run(KeptBounds((), 0, len(trace.input)))
-    first, end = (np.asarray(values[: len(trace.input)], float) for values in (run.first_ns, run.end_ns))
-    return RequestTimes.of_ns(arrivals_ns.astype(float), first, end, trace.output).later(plan.request_path_s)
 
 
 def joint_lengths(

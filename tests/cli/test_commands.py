@@ -292,10 +292,6 @@ def test_the_cheapest_of_several_clusters(xgpt: Xgpt) -> None:
     assert "a40x4" in xgpt.fails(1, *plan, "--arrival-rate", "1e6", "--among", "a40x4=1,h200x1=4.5")
 
 
-def test_compare_measures_only_here(xgpt: Xgpt) -> None:
-    assert "--measure" in xgpt.fails(2, "compare", "--latency-bound", "4", *PROBLEM, "--measure")
-
-
 def test_what_is_not_a_command_is_refused(xgpt: Xgpt) -> None:
     assert "No such command 'plam'" in xgpt.fails(2, "plam")
     assert "--latency-bound" in xgpt.fails(2, "plan")

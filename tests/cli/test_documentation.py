@@ -40,7 +40,6 @@ NOT_RUN = {
     r"xgpt serve .*--nnodes": "needs two machines: tests/unit/xgpt/test_several_machines.py",
     r"export XGPT_VLLM_PYTHON|xgpt \w+ .*(--engine vllm -o|vllm\.json)": "needs vLLM: tests/vllm",
     r".*--import-from aiconfigurator": "needs the tables: tests/unit/xprofiler/test_imported.py",
-    r"xgpt compare .*--measure": "measures each policy for minutes: a load like that of `xgpt bench`",
     r"xgpt (check|tune|watch) ": "needs a running engine: tests/unit/xgpt/test_tuning.py and test_watching.py",
     r"xgpt ui$": "runs until it is stopped: tests/unit/xgpt/exploring",
     r"eval |xgpt completion fish >": "changes the shell: tests/cli/test_help.py",

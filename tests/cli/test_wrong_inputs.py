@@ -84,7 +84,6 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (f"{PLAN} --maximise tokens/cost", "", "--price is missing; --maximise names cost"),
         (f"{PLAN} --maximise tokens --sla request", "", "--maximise: 'tokens' is not accepted; it needs --sla"),
         (f"{PLAN} --burstiness 1e9", "", "--burstiness: 1000000000.0 is not accepted; it must be "),
-        (f"compare {PLAN[5:]} --requests 5", "", "--requests: 5 is not accepted; it needs --measure"),
         ("autoscale missing.json", "", "Missing option '--simulate'"),
         ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; only a plan file"),
         (

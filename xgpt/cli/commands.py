@@ -90,7 +90,6 @@ def compare() -> None:
     \b
     Examples:
       xgpt compare --latency-bound 9.8
-      xgpt compare --latency-bound 9.8 --measure --requests 300
       xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
         --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
     """

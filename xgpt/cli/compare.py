@@ -11,29 +11,17 @@ from xgpt.cli import options, render
 from xgpt.cli.options import output_file, refuse_idle, write
 from xgpt.cli.run import summary
 from xgpt.comparing.compare import Compared
-from xgpt.core.io import dump_json, sha256
-from xgpt.core.schema import Plan
+from xgpt.core.io import dump_json
 from xgpt.core.schema.documents import CompareOutput
 from xgpt.deciding import words
-from xgpt.reporting.plan_text import settings_text
 
 
-def compare(
-    output: str | None, force: bool, as_json: bool, explain: bool, current: str | None, measure: bool, **_: Any
-) -> None:
+def compare(output: str | None, force: bool, as_json: bool, explain: bool, current: str | None, **_: Any) -> None:
     if current is None:
         refuse_idle(["output"], "it needs --current: only the current deployment is written")
-    if not measure:
-        refuse_idle(["num_requests", "seed"], "it needs --measure")
     file = None if output is None else output_file(output)
-
-    def announce(plan: Plan) -> None:
-        click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
-
     with render.progress_bar() as progress:
-        found = api.compare(
-            **{"latency_bound_s": None, **options.given()}, progress=progress, on_start=announce, path=output
-        )
+        found = api.compare(**{"latency_bound_s": None, **options.given()}, progress=progress, path=output)
     if file is not None and found.current is not None:
         write(file, dump_json(found.current))
     if as_json:
@@ -45,15 +33,12 @@ def compare(
             recommendation=found.recommendation,
             gain_ranges=found.ranges,
             answer=found.answer,
-            measured=found.measured,
         )
         click.echo(document.model_dump_json(indent=1))
         return
     click.echo("\n".join(words.told(found.recommendation, explain)))
     if explain:
         _explain(found)
-    if found.measured:
-        render.show(render.measured_table(found.plans, found.measured))
 
 
 def _explain(found: Compared) -> None:

@@ -17,6 +17,8 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.words import range_in_words
+from xgpt.reporting.fleet import costs_rows, kinds_rows
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 from xscheduler.expression import maximised
 from xsimulator.fitted import Fit
@@ -24,7 +26,7 @@ from xsimulator.fitted import Fit
 if TYPE_CHECKING:
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Plan, UrlReport
     from xgpt.core.schema.documents import CalibrateOutput, RangeOutput, SessionsOutput
-    from xgpt.core.schema.fleet import FleetFigures, FleetPlan
+    from xgpt.core.schema.fleet import FleetPlan
     from xsimulator.run import Simulated
 
 
@@ -338,7 +340,7 @@ def bench_table(report: BenchReport) -> Table:
 
 
 def _range(figure: Comparison) -> str:
-    return "-" if figure.low is None or figure.high is None else f"{figure.low:.3f} to {figure.high:.3f}"
+    return "-" if figure.low is None or figure.high is None else range_in_words(figure.low, figure.high)
 
 
 def bench_report(report: BenchReport) -> list[object]:
@@ -416,28 +418,6 @@ def url_report(report: UrlReport) -> list[object]:
     return [found, *URL_NOTES[report.tokens_from], f"failed requests: {report.num_failed}"]
 
 
-def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:
-    rows = []
-    for kind, report in reports.items():
-        throughput, latency = report.figure("throughput_rps"), report.figure("latency_s")
-        kept = {None: "-", True: "kept", False: "BROKEN"}[report.bound_kept]
-        rows.append(
-            [
-                kind,
-                f"{throughput.predicted:.3f}",
-                f"{throughput.measured:.3f}",
-                f"{100 * throughput.error:+.1f}%",
-                f"{latency.predicted:.2f}",
-                f"{latency.measured:.2f}",
-                f"{100 * latency.error:+.1f}%",
-                kept,
-            ]
-        )
-    columns = ["policy", "req/s", "measured", "error", "latency s", "measured s", "error s", "bound"]
-    below = [f"{kind}: {settings_text(plans[kind])}" for kind in reports]
-    return Fitting("predicted and measured on this machine", columns, rows, ("error", "error s"), below)
-
-
 def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
     names = {"throughput_rps": "requests/s", "ttft_s": "first token, s", "tpot_s": "between tokens, s"}
     rows = [
@@ -498,9 +478,10 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     of = "the requests of each interval" if fleet.slo_window == "interval" else "the day's requests"
     kept = f"{share} of {of} keep {bounds_in_words(constraint)}"
     yield f"{plan.model.name}, {fleet.name}: {kept}"
-    yield kinds_table(fleet)
+    what = "kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths"
+    yield table(what, *kinds_rows(fleet))
     yield day_table(fleet)
-    yield costs_table(fleet)
+    yield table("the day's cost", *costs_rows(fleet))
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     yield (
         f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
@@ -515,27 +496,6 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     yield (
         f"planned in {fleet.planning_s:.1f} s; {fleet.num_requests} requests simulated several times in "
         f"{fleet.verifying_s:.1f} s"
-    )
-
-
-def kinds_table(fleet: FleetPlan) -> Table:
-    has_price = fleet.is_priced
-    rows = [
-        [
-            kind.name,
-            settings_text(kind.plan),
-            str(kind.num_devices),
-            *([f"{kind.price_per_hour:.3g}"] if has_price else []),
-            " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
-            *([f"{kind.price_per_hour / max(kind.rates_per_s[0], 1e-9) / 3.6:.3g}"] if has_price else []),
-            f"{kind.start_s:.0f}",
-        ]
-        for kind in fleet.kinds
-    ]
-    columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
-    columns = [name for name in columns if has_price or name not in ("price/h", "cost/1000")]
-    return table(
-        "kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths", columns, rows
     )
 
 
@@ -557,17 +517,6 @@ def day_table(fleet: FleetPlan) -> Table:
             ]
         )
     return table("the day", ["time", "requests/s", "lengths", "replicas", "kept at least"], rows)
-
-
-def costs_table(fleet: FleetPlan) -> Table:
-    def row(name: str, figures: FleetFigures) -> list[str]:
-        cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
-        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
-
-    constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
-    rows = [row("planned", fleet.planned), row(constant, fleet.constant.figures)]
-    columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
-    return table("the day's cost", columns, rows)
 
 
 def _clock(seconds: float) -> str:

@@ -19,7 +19,7 @@ from xgpt.core.schema import Plan, UrlReport
 from xgpt.core.schema.documents import SessionsOutput, SimulateOutput
 from xgpt.deciding import words
 from xgpt.deciding.load import of_log
-from xgpt.deciding.recommend import BESIDE
+from xgpt.deciding.recommend import name_of, offer_of
 from xgpt.reporting import plan_text
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_trace
@@ -56,8 +56,8 @@ def summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.classes_in_words(best)
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)
-    yield from plan_text.ranges_from_rows(best)
-    beside = {} if planned.beside is None else {BESIDE: planned.beside}
+    yield from plan_text.ranges_in_words(best)
+    beside = {} if planned.beside is None else {name_of(planned.beside): planned.beside}
     yield render.plans_table({**planned.plans, **beside})
     yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
@@ -68,15 +68,10 @@ def summary(planned: Planned) -> Iterator[object]:
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
     yield from plan_text.order_in_words(best)
-    yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)
-    if (uneven := planned.best_uneven()) is not None:
-        yield plan_text.uneven_in_words(best, uneven)
-    if planned.may_be_uneven:
-        yield plan_text.uniform_in_words(best, planned.best_uniform())
     yield plan_text.profile_in_words(best)
     if best.cluster.is_local and (line := differences(problem.profile)) is not None:
         yield line
@@ -248,7 +243,8 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, expla
     if as_json:
         click.echo(dump_json(found.decision), nl=False)
     else:
-        click.echo("\n".join(words.decision_lines(found.decision)))
+        then = None if found.decision.action == "keep" else offer_of(found.plan, path=output or "plan.json")
+        click.echo("\n".join(words.decision_lines(found.decision, then, found.load)))
         seen = found.observation
         distances = f"{seen.input_distance:.1f} (inputs) and {seen.output_distance:.1f} tokens (outputs)"
         notes = [f"Wasserstein distances from the plan's lengths: {distances}"] if explain else []

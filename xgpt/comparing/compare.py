@@ -1,16 +1,13 @@
-"""Compare a current deployment with the plan to run instead, by prediction and, on this machine, by measurement."""
+"""Compare a current deployment with the plan to run instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 from typing import Any
 
-import numpy as np
-
-from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import ranges
 from xgpt.comparing.current import CurrentEngine, planned_with
@@ -30,15 +27,13 @@ from xgpt.comparing.scoring import (
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import (
-    BenchReport,
     ClusterSpec,
     Plan,
-    Profile,
     Recommendation,
 )
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.deciding.recommend import BESIDE
+from xgpt.deciding.recommend import name_of
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_of
@@ -49,8 +44,6 @@ from xsimulator.front import most_rate
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the bounds are loosened to show the gain. None means no bounds."""
-OnStart = Callable[[Plan], None]
-"""A function that is called with each plan before the plan is measured."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,6 @@ class Compared:
             given.
         ranges: for each policy, the lowest and the highest gain per device over the current deployment under all
             assumptions.
-        measured: for each policy, the figures of its plan that were measured on this machine.
         answer: lines of text on why requests of a log are late under the current deployment.
         kept: options of the current deployment's command that a plan's command repeats.
     """
@@ -71,7 +63,6 @@ class Compared:
     planned: Planned
     current: Plan | None = None
     notes: tuple[str, ...] = ()
-    measured: dict[str, BenchReport] = field(default_factory=dict)
     ranges: dict[str, RangeOutput] = field(default_factory=dict)
     answer: tuple[str, ...] = ()
     kept: Given = field(default_factory=dict)
@@ -108,43 +99,28 @@ def compare(
     request: PlanRequest,
     current: str | None = None,
     variables: Mapping[str, str] = NONE_SET,
-    measured: Load | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
-    on_start: OnStart = lambda plan: None,
     path: str | None = None,
 ) -> Compared:
-    """Find the plan to run. If requested, judge whether it should replace the current deployment, and measure each
-    policy's plan on this machine.
+    """Find the plan to run. If requested, judge whether it should replace the current deployment.
 
     Args:
         current: the command that starts the current deployment, or a Compose file, pod or Helm values with this
             command.
         variables: values of shell variables that the command does not set.
-        measured: the load with which each plan is measured. None means that no plan is measured.
         path: where the current deployment will be written as a plan, for the command of a measurement.
 
     Raises:
-        InputError: a name is not known, plans to measure are for another machine, or the current deployment cannot
-            serve the same requests as the plans.
+        InputError: a name is not known, or the current deployment cannot serve the same requests as the plans.
         InfeasibleError: no schedule keeps the constraint.
-        MachineError: this machine cannot be profiled, or a server does not start.
+        MachineError: this machine cannot be profiled.
     """
-    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
-    if measured is not None and not cluster.is_local:
-        raise InputError("measure", cluster.name, "only plans for this machine (`cluster=local`) can be measured")
     if variables and current is None:
         raise InputError("variables", ", ".join(variables), "they need `current`")
     if current is None:
-        found = Compared(solve(request, progress))
-    else:
-        found = _with_current(request, current, variables, cluster, progress, path)
-    if measured is not None:
-        rng = np.random.default_rng(seed)
-        found = replace(
-            found, measured=measure_each(found.plans, found.planned.problem.profile, measured, rng, on_start)
-        )
-    return found
+        return Compared(solve(request, progress))
+    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+    return _with_current(request, current, variables, cluster, progress, path)
 
 
 def in_engine_of(request: PlanRequest, running: CurrentEngine, cluster: ClusterSpec) -> PlanRequest:
@@ -203,7 +179,7 @@ def _with_current(
     notes = (*notes, *memory_note(as_run, running))
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
-    compared = planned.plans if planned.beside is None else {**planned.plans, BESIDE: planned.beside}
+    compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path)
@@ -238,25 +214,3 @@ def _as_run(
         if size and current.num_devices < problem.cluster.num_devices:
             changes["cluster"] = problem.cluster.but(**size)
     return resolve(request.but(**changes), progress) if changes else problem
-
-
-def measure_each(
-    plans: dict[str, Plan],
-    profile: Profile,
-    load: Load,
-    rng: np.random.Generator,
-    on_start: OnStart = lambda plan: None,
-) -> dict[str, BenchReport]:
-    """Measure each plan in xgpt's engine on this machine, one after the other. Return reports by policy.
-
-    All plans share the load's settings, such as its workload and arrival rate, but each gets requests of its own, since
-    `rng` draws anew for each plan.
-
-    Args:
-        on_start: called with each plan before the plan runs. A caller can then show the prediction first.
-    """
-    reports = {}
-    for kind, plan in plans.items():
-        on_start(plan)
-        reports[kind] = bench_plan(plan, load, rng, profile=profile)[0]
-    return reports

@@ -248,7 +248,6 @@ def _verdict(among: Mapping[str, tuple[str, Any]], name: str) -> tuple[str, Any]
 
 
 def _without(text: str, fields: Mapping[str, Sequence[object]]) -> str:
-    """Return a JSON value in a normal form, without some fields. Return other text unchanged."""
     if not text.startswith("{"):
         return text
     try:

@@ -159,7 +159,6 @@ def _set(variables: dict[str, str], name: str, value: str) -> None:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a shell script. A quoted text over several lines becomes one line."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -169,22 +168,13 @@ def _lines(text: str) -> Iterator[str]:
             yield " ".join(lines[at : end + 1])
             at = end + 1
             continue
-        end, quote = at, "" if lines[at].lstrip().startswith("#") else _open_quote("", lines[at])
+        end, quote = at, "" if lines[at].lstrip().startswith("#") else _marked(lines[at])[1]
         while quote and end + 1 < most:
             end += 1
-            quote = _open_quote(quote, lines[end])
+            quote = _marked(lines[end], quote)[1]
         end = at if quote else end
         yield " ".join(lines[at : end + 1])
         at = end + 1
-
-
-def _open_quote(quote: str, line: str) -> str:
-    at = 0
-    while found := QUOTES[quote].search(line, at):
-        at = found.end()
-        if not found[0].startswith("\\"):
-            quote = "" if quote else found[0]
-    return quote
 
 
 def _words(line: str) -> list[str]:
@@ -192,7 +182,7 @@ def _words(line: str) -> list[str]:
     line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
     line = re.sub(r"\s[12](?=>)", " ", line)  # the file descriptor in 2>&1 is not a word
     line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # a command substitution is one word
-    reader = shlex.shlex(_marked(line), posix=True, punctuation_chars="&|;<>")
+    reader = shlex.shlex(_marked(line)[0], posix=True, punctuation_chars="&|;<>")
     reader.whitespace_split = True
     reader.commenters = ""
     try:
@@ -202,14 +192,19 @@ def _words(line: str) -> list[str]:
     return words[: _comment(words)]
 
 
-def _marked(line: str) -> str:
-    quote, at, parts = "", 0, list[str]()
+def _marked(line: str, quote: str = "") -> tuple[str, str]:
+    """Return a line with each "$" between quotes as `QUOTED`, and the quote that is open after it.
+
+    Args:
+        quote: the quote that is open before it.
+    """
+    at, parts = 0, list[str]()
     while found := QUOTES[quote].search(line, at):
         parts += [line[at : found.start()].replace("$", QUOTED if quote else "$"), found[0]]
         at = found.end()
         if not found[0].startswith("\\"):
             quote = "" if quote else found[0]
-    return "".join([*parts, line[at:]])
+    return "".join([*parts, line[at:]]), quote
 
 
 def _comment(words: list[str]) -> int:
@@ -221,12 +216,6 @@ def _assigned(words: Iterable[str]) -> dict[str, str]:
 
 
 def _in_words(words: list[str], image: str = "", variables: dict[str, str] | None = None) -> Iterator[Launched]:
-    """Yield the engines that the commands of one line start.
-
-    Args:
-        variables: the shell's variables. The variables that this line sets are added to them. None means that the words
-            are not from a shell.
-    """
     splits, variables = variables is not None, {} if variables is None else variables
     for words_given in _commands(words):
         command = _all_filled(words_given, variables, splits)
@@ -276,7 +265,6 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine that `docker run` starts, identified by the container's command or by the image's name."""
     entrypoint, variables = "", list[str]()
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -376,11 +364,6 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _all_filled(words: list[str], environment: Mapping[str, str], splits: bool = False) -> list[str]:
-    """Replace each variable in words by its value or else by its default. A variable with neither stays.
-
-    Args:
-        splits: whether a shell splits values that are not between quotes into words.
-    """
     filled, size = list[str](), 0
     for word in words:
         values = _filled(word, environment, splits and ASSIGNMENT.fullmatch(word) is None)

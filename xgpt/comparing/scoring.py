@@ -12,7 +12,7 @@ from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.flags import Given
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, Plan, Precision
+from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, KvPromise, Plan, Precision
 from xgpt.resolve import load_engine, nearest_engine
 from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
@@ -20,6 +20,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.space import Space
 from xsimulator.capacity import Trial
+from xsimulator.memory import RequestBlocks
 
 
 def engine_name(current: CurrentEngine) -> str:
@@ -87,10 +88,10 @@ class Deployed(NamedTuple):
         """Mean number of running requests while others wait: requests enter as long as blocks are free. Simulations
         with this limit serve as many requests as without a limit, within 0.5%.
         """
-        limits = self.space.limits
-        blocks = float(limits.memory.blocks_beside(np.asarray([self.step_tokens]))[0])
-        mean, _ = self.space.lengths.occupied_blocks(limits.block_size)
-        return blocks / (mean + limits.memory.request_blocks)
+        limits, lengths = self.space.limits, self.space.lengths
+        blocks, each = limits.memory.blocks_beside(np.asarray([self.step_tokens])), limits.memory.request_blocks
+        law = RequestBlocks.of(lengths, limits.block_size, limits.kv, request_blocks=each, on_average=True)
+        return float(law.most(blocks)[0])
 
     def logged_tokens(self, context: int) -> int:
         """Return the number of K/V tokens that the engine logs if requests may have `context` tokens."""
@@ -117,7 +118,8 @@ def deployed(problem: Problem, current: CurrentEngine) -> Deployed:
         runs = (engine or load_engine(engine_name(current))).but(max_batch=current.max_num_seqs)
         share = share or runs.memory_share
     cluster = problem.cluster.but(device=device if share is None else device.but(usable_memory=share))
-    chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=runs))
+    kv: KvPromise | None = "quantile" if engine is None else None  # as plans for the engine
+    chooser = scheduler(replace(problem, cluster=cluster, kv=kv, engine=engine, deployed=runs))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
     placement = chooser.candidates.uniform_placement(
         "chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree
@@ -149,8 +151,8 @@ def memory_note(problem: Problem, current: CurrentEngine) -> list[str]:
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and the predicted figures of a running engine. The engine is assumed to chunk
-    prompts, and to allocate K/V as requests grow.
+    """Return a plan with the settings and the predicted figures of a running engine. K/V memory is promised to requests
+    as in plans for the engine.
 
     Args:
         longest: length of the workload's longest request in tokens, input and output together. None means the longest
@@ -183,7 +185,6 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
-    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request."""
     model, needs, will = problem.model, longest, "refuse requests"
     where = f"the longest request of {problem.workload.name}"
     if not current.shortens:

@@ -127,13 +127,11 @@ def _switch(given: Given, name: str) -> bool | None:
 
 
 def _kept(given: Given) -> Given:
-    """Return the options that a plan's command repeats, such as --max-model-len."""
     planned = tables()["planned"]
     return {name: given[name] for name in given if name not in planned and not name.startswith("data-parallel-")}
 
 
 def _largest_captured(given: Given) -> float:
-    """Return the largest number of tokens of a step in a CUDA graph, or infinity if the command does not set it."""
     config = parts_of(given.get("compilation-config"))
     sizes = given.get("cudagraph-capture-sizes", "").split() or config.get("cudagraph_capture_sizes", [])
     sizes = [*sizes, given.get("max-cudagraph-capture-size", config.get("max_cudagraph_capture_size"))]
@@ -160,7 +158,6 @@ def _check_quantization(weights: str | None) -> None:
 
 
 def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:
-    """Return the defaults of vLLM's server: (max_num_seqs, max_num_batched_tokens)."""
     device = cluster.device
     if device.type == "cpu":
         return CPU_DEFAULTS[0] * replica_devices, CPU_DEFAULTS[1] * replica_devices

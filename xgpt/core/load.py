@@ -111,7 +111,6 @@ class KeptByWindow(NamedTuple):
     share: float
     worst: Window | None = None
     worst_share: float | None = None
-    busiest_share: float | None = None
     by_window: tuple[float | None, ...] = ()
     counts: tuple[int, ...] = ()
 
@@ -199,6 +198,14 @@ class LogLoad:
         return max(counted, key=lambda window: window.rate_per_s) if counted else None
 
     @property
+    def minute_per_s(self) -> float | None:
+        """The rate of the busiest minute, by which bursts within longer windows show."""
+        times = self.requests.timestamp_s
+        if times is None or self.busiest is None or self.busiest.seconds <= 60:
+            return None
+        return float(np.bincount((times // 60).astype(int)).max()) / 60
+
+    @property
     def _counted(self) -> list[Window]:
         length = max((window.seconds for window in self.windows), default=0.0)
         enough = [each for each in self.windows if each.num_requests >= LEAST_REQUESTS and each.seconds >= length / 2]
@@ -216,5 +223,4 @@ class LogLoad:
         worst = min(counted, key=lambda window: shares[window]) if counted else None
         by_window = tuple(shares.get(each) for each in self.windows)
         counts = tuple(each.num_requests for each in self.windows)
-        busiest_share = None if self.busiest is None else shares.get(self.busiest)
-        return KeptByWindow(share, worst, None if worst is None else shares[worst], busiest_share, by_window, counts)
+        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window, counts)

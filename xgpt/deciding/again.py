@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from xgpt.core.load import LogLoad
-from xgpt.core.schema import Observation, Plan, Profile, Proposal
+from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding.load import at_load, carried
-from xscheduler.replanning.decide import ReplayedLog
+from xgpt.deciding.recommend import keeps_fewer
+from xgpt.deciding.words import kept_in_words
+from xscheduler.replanning.decide import ReplayedLog, Verdict, judged
 from xscheduler.replanning.judge import Terms
-from xscheduler.replanning.replanner import observe_log, propose
+from xscheduler.replanning.replanner import Replanned, concluded, observe_log, propose
 
 
-def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> tuple[Observation, Proposal]:
-    """Return what a log shows, and whether another plan on the same devices should run.
+def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> Replanned:
+    """Judge by a log whether another plan on the same devices should run.
 
-    A plan that keeps the bounds of the whole log and in each window stays. If a plan maximises no arrival rate, or the
-    log cannot be replayed, the rate of the busiest window decides.
+    A plan that keeps the bounds of the whole log and in each window stays, and so does one that keeps them for more
+    requests than the best other plan. If a plan maximises no arrival rate, or the log cannot be replayed, the rate of
+    the busiest window decides.
     """
     observation, load, constraint = observe_log(plan, log), carried(log, None), plan.constraint
     is_replayed = constraint.maximises_arrivals and constraint.bounds_latency and plan.workload.sessions is None
     seen = at_load(plan, profile, load) if load is not None and is_replayed else None
-    if seen is None or seen.share_kept is None:
-        return observation, propose(plan, profile, observation, terms)
-    shares, worst = f"{100 * seen.share_kept:.4g}% of {seen.num_requests:,} requests within the bounds", seen.share_kept
-    if seen.worst_share_kept is not None:
-        worst = min(worst, seen.worst_share_kept)
-        shares += f", {100 * seen.worst_share_kept:.4g}% in the worst window ({seen.worst_window})"
-    replayed = ReplayedLog(seen.holds, shares)
-    found = propose(plan, profile, observation if seen.holds else observation.but(goodput=worst), terms, replayed)
-    return observation, found
+    if load is None or seen is None or seen.share_kept is None:
+        decision, then = propose(plan, profile, observation, terms)
+        return Replanned(plan, observation, decision, then or plan)
+    worst = seen.share_kept if seen.worst_share_kept is None else min(seen.share_kept, seen.worst_share_kept)
+    started, slowdown = time.perf_counter(), plan.profile.slowdown
+    under = observation if seen.holds else observation.but(goodput=worst)
+    verdict = judged(plan, profile, under, terms, slowdown, ReplayedLog(seen.holds, kept_in_words(seen)))
+    if verdict.plan is not None:
+        verdict = _replayed(verdict, at_load(verdict.plan, profile, load), seen)
+    decision, then = concluded(plan, observation, verdict, slowdown, started)
+    return Replanned(plan, observation, decision, then or plan, seen)
+
+
+def _replayed(verdict: Verdict, then: AtLoad, now: AtLoad) -> Verdict:
+    """Let a replay of the best plan, too, overrule what was decided by rates."""
+    if fewer := keeps_fewer(then, now):
+        return replace(verdict, switch=False, reason=fewer)
+    reason = f"{verdict.reason}; replayed, the best plan keeps them for {kept_in_words(then)}"
+    return replace(verdict, switch=verdict.switch or then.holds, reason=reason)

@@ -194,11 +194,9 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for drafts without branches, or nothing without drafts. SGLang calls multi-token
-    prediction EAGLE, too.
-    """
     if speculation is None:
         return []
+    # SGLang calls multi-token prediction EAGLE, too.
     name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())
     words = ["--speculative-algorithm", name, "--speculative-num-draft-tokens", str(speculation.verified)]
     if speculation.method != "ngram":

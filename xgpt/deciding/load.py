@@ -85,9 +85,9 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
     return AtLoad(
         rate_per_s=1.0 if busiest is None else busiest.rate_per_s,
         window="" if busiest is None else busiest.name,
+        minute_per_s=log.minute_per_s,
         num_requests=len(log.requests.input),
         share_kept=kept.share,
-        busiest_share_kept=kept.busiest_share,
         worst_window="" if kept.worst is None else kept.worst.name,
         worst_share_kept=kept.worst_share,
         holds=kept.holds(quantile),

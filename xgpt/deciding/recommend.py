@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -11,20 +12,28 @@ from xgpt.comparing.flags import Given
 from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import Action, BoundKept, BoundName, Gain, Measurement, OfferedCluster, Sized
+from xgpt.core.schema.recommendation import (
+    Action,
+    AtLoad,
+    BoundKept,
+    BoundName,
+    Gain,
+    Measurement,
+    OfferedCluster,
+    Sized,
+)
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, at_load, enough
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
+from xgpt.deciding.words import kept_in_words
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
 from xsimulator.session_rate import SessionTrial, per_session, turns_of
 
-BESIDE = "other shape"
-"""Name of the gain of the plan beside the best."""
 BOUNDED: tuple[BoundName, ...] = ("latency", "TTFT", "TPOT", "session waiting", "session time")
 """Names of what users bound, in the order of `times_at`."""
 LEAST_GAIN = 1.05
@@ -61,8 +70,8 @@ def recommend(
     Args:
         plans: each policy's best plan, the one to recommend first.
         now: the present deployment as a plan, or None.
-        gains: by policy, the range of its gain per device over `now` under all assumptions. `BESIDE` names that of
-            `beside`.
+        gains: by policy, the range of its gain per device over `now` under all assumptions; that of `beside` by its
+            name (`name_of`).
         load: the load to carry, or None if the user states none.
         tried: numbers of devices that were judged for this load, rising.
         choices: clusters that were compared, the cheapest first.
@@ -84,13 +93,20 @@ def recommend(
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
         gain = gain_of(best, now, (gains or {}).get(kind))
     action, why = _decide(first, present, gain)
+    varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
     more = next((plan for plan in others.values() if not by_itself(plan) and rate_of(plan) > rate_of(best)), None)
     rest = [plan for plan in others.values() if plan is not more]
     next_best = beside or max(rest, key=rate_of, default=None)
     chosen = present if action == "keep" and present is not None else first
     shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
-    holds = chosen.at_load is None or chosen.at_load.holds
+    more_devices: tuple[int, Literal["best", "rejected"]] | None = None
+    if load is not None and chosen.at_load is not None and not chosen.at_load.holds:
+        of_shown, of_best = enough(*shown, load), None if chosen is first else enough(best, profile, load)
+        if of_best is not None and (of_shown is None or of_best < of_shown):
+            more_devices = of_best, "rejected"
+        elif of_shown is not None:
+            more_devices = of_shown, "best"
     return Recommendation(
         action=action,
         model=best.model.name,
@@ -106,12 +122,13 @@ def recommend(
         runner_up=None if next_best is None else offered(next_best),
         runner_up_gain=None
         if next_best is None or now is None
-        else gain_of(next_best, now, (gains or {}).get(BESIDE if beside is not None else next_best.policy.kind)),
+        else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
         with_more_work=None if more is None else offer_of(more, kept, path),
         sizes=tuple(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
         ),
-        would_hold=None if holds or load is None else enough(*shown, load),
+        would_hold=None if more_devices is None else more_devices[0],
+        would_hold_of="best" if more_devices is None else more_devices[1],
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
@@ -137,9 +154,9 @@ def _cluster(choice: ClusterChoice) -> OfferedCluster:
 
 
 def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> Offer:
-    price, replica = plan.cluster.price_per_device_hour, _shape(plan)
+    price = plan.cluster.price_per_device_hour
     return Offer(
-        name=f"{plan.policy.kind}, {replica}" if replica else plan.policy.kind,
+        name=name_of(plan),
         policy=plan.policy.kind,
         settings=settings_text(plan),
         engine=engine_label(plan),
@@ -220,6 +237,8 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
             return "change", "they hold your load"
         if kept and would_keep:
             return "keep", "it keeps the bounds at your load, and no plan on fewer devices surely does"
+        if (fewer := keeps_fewer(first.at_load, now.at_load)) and not kept:
+            return "keep", fewer
     each = gain.per_device or gain.factor
     if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
@@ -230,20 +249,27 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
     return "change", ""
 
 
+def keeps_fewer(then: AtLoad, now: AtLoad) -> str:
+    """Return in words that a candidate keeps the bounds of fewer requests of a log than what runs now, or ""."""
+    if then.share_kept is None or now.share_kept is None or then.share_kept >= now.share_kept:
+        return ""
+    return f"neither holds your load, and the best plan keeps the bounds only for {kept_in_words(then)}"
+
+
 def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:
     low, high = ranges.get("rate_per_s" if plan.estimate.capacity is not None else "throughput_rps", (None, None))
     return Ranged(value=rate_of(plan), low=low, high=high)
 
 
-def _shape(plan: Plan) -> str:
-    """Return the placement, as in "2 replicas of TP4" or "4 stages of TP2"."""
+def name_of(plan: Plan) -> str:
+    """Return policy and placement, as in "chunked, 2 replicas of TP4" or "orca, 4 stages of TP2"."""
     if plan.cluster.num_devices == 1:
-        return ""
+        return plan.policy.kind
     degrees = [stage.tp for stage in plan.stages]
     stages = f"TP{degrees[0]}" if len(degrees) == 1 else f"{len(degrees)} stages of TP{'/'.join(map(str, degrees))}"
     if len(degrees) > 1 and len(set(degrees)) == 1:
         stages = f"{len(degrees)} stages of TP{degrees[0]}"
-    return stages if plan.replicas == 1 else f"{plan.replicas} replicas of {stages}"
+    return f"{plan.policy.kind}, {'' if plan.replicas == 1 else f'{plan.replicas} replicas of '}{stages}"
 
 
 def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
@@ -263,7 +289,6 @@ def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
 
 
 def _measurement(plan: Plan, offer: Offer, path: str | None) -> Measurement | None:
-    """Return the measurement that replaces the widest assumption by a fact, for what `xgpt check` can measure."""
     if plan.profile.source == "measured" or offer.needs_xgpt or engine_command(plan) is None:
         return None
     port = offer.processes[0].port if offer.processes else PORT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
@@ -53,10 +52,10 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
     if load is not None and not load.holds:
-        copies = f"{found.would_hold // best.num_devices} copies" if found.would_hold else ""
-        would = (
-            f"; {found.would_hold} would, as {copies} of {'what runs now' if keeps else 'this plan'}" if copies else ""
-        )
+        would = ""
+        if found.would_hold and (of := found.rejected if found.would_hold_of == "rejected" else best) is not None:
+            name = "this plan" if not keeps else "what runs now" if of is best else "the best plan"
+            would = f"; {found.would_hold} would, as {found.would_hold // of.num_devices} copies of {name}"
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
         yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
     yield from ((ALWAYS, text) for text in _answer(found))
@@ -69,10 +68,10 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     else:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
-        known: dict[str, Any] = {"share_kept": None} if keeps else {"confidence": None} if found.sizes else {}
-        if keeps and load.worst_window == load.window:
-            known["worst_share_kept"] = None
-        yield ALWAYS, f"Your load: {load_in_words(load.but(**known), windows=found.now is None)}."
+        known = load.but(confidence=None) if found.sizes and not keeps else load
+        if found.now is not None:  # the first line has the number of requests
+            known = known.but(num_requests=None)
+        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
         text = f"Yours: {now.rate_per_s:.3g} sessions/s; later turns find {100 * now.reused_by_turn[-1]:.0f}%"
@@ -90,7 +89,8 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
         where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
-        yield 6, f"{gap}{where}: no schedule searched exceeds {most:.3g}/s."
+        what = "searched" if found.with_more_work is None else "that the engine runs by itself"
+        yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s."
     if found.with_more_work is not None:
         yield 4, f"With more work: {_in_short(found.with_more_work, best)}."
     if found.would_change:
@@ -103,14 +103,10 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
 
 
 def _kept_now(now: Offer, load: AtLoad) -> str:
-    """Return what the present deployment keeps, as in "keeps 99.9% of 346,479 requests, all at the busiest (...)"."""
-    if load.share_kept is None or load.busiest_share_kept is None:
-        most = f"keeps the bounds up to {now.rate_per_s.value:.3g} requests/s"
-        return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
-    kept, busy = _percent(load.share_kept), _percent(load.busiest_share_kept)
-    text = f"keeps {kept} of {load.num_requests:,} requests, {busy} at the busiest"
-    text += f" ({load.window})" if load.window else ""
-    return text if load.holds else f"{text}: it does not hold your load"
+    if kept := kept_in_words(load):
+        return f"keeps the bounds for {kept}" + ("" if load.holds else ": it does not hold your load")
+    most = f"keeps the bounds up to {now.rate_per_s.value:.3g} requests/s"
+    return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
 
 
 def _answer(found: Recommendation) -> Iterator[str]:
@@ -127,10 +123,7 @@ def _answer(found: Recommendation) -> Iterator[str]:
     if best.unverified:
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
     yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
-    for process in best.processes[:MOST_COMMANDS]:
-        yield f"$ {process.command}"
-    if (rest := len(best.processes) - MOST_COMMANDS) > 0:
-        yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
+    yield from _commands(best)
 
 
 def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
@@ -169,22 +162,29 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
         yield f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
-def load_in_words(load: AtLoad, *, windows: bool = True) -> str:
-    """Return what is kept at the user's load: by its rate, and over the whole log if there is one.
+def load_in_words(load: AtLoad, *, is_kept_said: bool = False) -> str:
+    """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
     Args:
-        windows: whether to name the busiest window.
+        is_kept_said: whether the shares of the log have been stated.
     """
-    busiest = f" ({load.window})" if windows else ""
-    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest{busiest}" if load.window else "")
+    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
+    if not load.holds and load.minute_per_s is not None:
+        text += f", {load.minute_per_s:.3g}/s for a minute"
     if load.confidence is not None and load.holds:
         text += f", held in {tenths(load.confidence)}"
+    kept = "" if is_kept_said else kept_in_words(load)
+    what = "" if load.num_requests is None else "the bounds for "
+    return f"{text}; replayed, it keeps {what}{kept}" if kept else text
+
+
+def kept_in_words(load: AtLoad) -> str:
+    """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed."""
     kept, least = (None if share is None else _percent(share) for share in (load.share_kept, load.worst_share_kept))
-    text += "" if kept is None else f"; replayed, {kept} of {load.num_requests:,} requests keep the bounds"
-    if least not in (None, kept, "all"):
-        text += f"; {least} kept" if kept is None else f", {least}"
-        text += f" in the worst window ({load.worst_window})"
-    return text
+    of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
+    parts = [] if kept is None else [f"{kept}{of}"]
+    parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({load.worst_window})"]
+    return ", ".join(parts)
 
 
 def _runner_up(found: Recommendation, offer: Offer) -> str:
@@ -241,29 +241,45 @@ def _cluster(each: OfferedCluster) -> str:
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
 
 
-def decision_lines(decision: Decision, width: int = WIDTH) -> list[str]:
-    """Return the lines on a judgement of a running plan: keep it or change to which, the gain, and for which load."""
+def decision_lines(
+    decision: Decision, then: Offer | None = None, load: AtLoad | None = None, width: int = WIDTH
+) -> list[str]:
+    """Return the lines on a judgement of a running plan: keep it or change to which, the gain, and for which load.
+
+    Args:
+        then: the plan to change to.
+        load: what the running plan keeps of the log by which it was judged.
+    """
     best = decision.best
-    if decision.action == "keep" or best is None:
+    if then is None or best is None:
         said = [f"Keep what runs now: {decision.reason}."]
     else:
-        names = ", ".join(f"{each.name} {getattr(best.policy, each.name)}" for each in best.policy.variables)
         pause = f", which pauses requests for {decision.pause_s:.2g} s" if decision.pause_s else ""
-        said = [f"Change to {best.policy.kind} ({names}){pause}: {decision.reason}."]
+        said = [f"Change to {then.name} ({then.settings}){pause}: {decision.reason}.", *_commands(then)]
     if best is not None:
-        start = "The best plan's gain" if decision.action == "keep" else "Gain"
+        start = "The best plan's gain" if then is None else "Gain"
         rates = [each.arrival_rate_per_s or each.throughput_rps for each in (decision.running, best)]
         if rates[0] > 0:
             of = f"{rates[1]:.3g} against {rates[0]:.3g} requests/s"
             said.append(f"{start}: {1 + decision.gain:.2f} times ({of}).")
         else:
             said.append(f"{start}: {rates[1]:.3g} requests/s, where what runs now keeps the bounds at no rate.")
-    load = "" if decision.arrival_rate_per_s is None else f", {decision.arrival_rate_per_s:.3g} requests/s"
     lengths = f"{decision.input_mean:.0f} input and {decision.output_mean:.0f} output tokens on average"
-    said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{load}.")
+    rate = "" if decision.arrival_rate_per_s is None else f", {decision.arrival_rate_per_s:.3g} requests/s"
+    if load is not None:
+        said.append(f"Your load: {load_in_words(load, is_kept_said=True)}; {lengths}.")
+    else:
+        said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{rate}.")
     if decision.slowdown != 1:
         said.append(f"Steps take {decision.slowdown:.2f} times as long as in the profile.")
     return [line for text in said for line in wrapped(text, width)]
+
+
+def _commands(offer: Offer) -> Iterator[str]:
+    for process in offer.processes[:MOST_COMMANDS]:
+        yield f"$ {process.command}"
+    if (rest := len(offer.processes) - MOST_COMMANDS) > 0:
+        yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
@@ -305,7 +321,15 @@ def in_words(figure: Ranged, unit: str) -> str:
         return text
     if figure.low <= 0:
         return f"{text} (likely at most {figure.high:.3g}; in the worst case none)"
-    return f"{text} (likely {figure.low:.3g} to {figure.high:.3g})"
+    return f"{text} ({range_in_words(figure.low, figure.high, start='likely ')})"
+
+
+USEFUL = 30.0
+"""A range whose ends differ by a larger factor helps no decision."""
+
+
+def range_in_words(low: float, high: float, unit: str = "", start: str = "") -> str:
+    return f"{start}{low:.3g} to {high:.3g} {unit}".rstrip() if high <= USEFUL * low else "too uncertain for a range"
 
 
 def bounds_in_words(bounds: tuple[BoundKept, ...]) -> str:
@@ -378,7 +402,6 @@ def wrapped(text: str, width: int = WIDTH) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
-    """Return the words of a command, each flag together with its value."""
     found: list[str] = []
     for word in shlex.split(command):
         quoted = word if word == "&&" or word.startswith("CUDA_") else shlex.quote(word)

@@ -81,9 +81,6 @@ class Explorer:
             yield {"part": "current", **scored(judged)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """Return a request's scheduler, and the part of the answer that does not depend on bounds. Both are cached for
-        requests that differ only in bounds. The part is empty at first, and the caller fills it.
-        """
         free = request.but(**FREE)
         key = free.model_dump_json()
         if key not in self._kept:
@@ -119,11 +116,8 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
                 "rate_per_s": rate,
                 "throughput_rps": e.throughput_rps,
                 "latency_s": e.latency_s,
-                "tokens_per_s": e.output_tokens_per_s,
                 "ttft_s": e.ttft_s,
                 "tpot_s": e.tpot_s,
-                "itl_p99_s": e.itl_p99_s,
-                "gap": plan.search.gap,
                 "cost": e.cost_per_million_tokens,
             }
         )
@@ -135,8 +129,6 @@ def outline_of(plan: Plan) -> Part:
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
         "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
         "placement": plan_text.placement_in_words(plan),
-        "objective": plan_text.objective_in_words(plan.constraint),
-        "headroom": plan.constraint.headroom,
         "memory": figures.memory(plan)._asdict(),
         "warnings": [*plan.estimate.warnings, *([plan.seeded_weights] if plan.seeded_weights else [])],
     }

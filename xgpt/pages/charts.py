@@ -46,13 +46,6 @@ class Chart(NamedTuple):
     caption: str
 
 
-class Bar(NamedTuple):
-    row: int
-    start_s: float
-    end_s: float
-    kind: str
-
-
 class Series(NamedTuple):
     name: str
     x: Sequence[float]
@@ -71,17 +64,22 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
+def timeline(
+    spans: Sequence[tuple[int, float, float, str]], rows: Sequence[str], decoding: Series, alt: str, caption: str
+) -> Chart:
     """Draw the steps of each stage over time, coloured by encode (prefill) and decode. Below them, draw the number of
     requests in decode.
+
+    Args:
+        spans: for each step its row, its first and last second, and its kind.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
         bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))
         for kind, colour in (("encode", ENCODE), ("decode", DECODE), ("encode and decode", BOTH)):
-            of_kind = [span for span in spans if span.kind == kind]
-            for row in sorted({span.row for span in of_kind}):
-                ranges = [(span.start_s, span.end_s - span.start_s) for span in of_kind if span.row == row]
+            of_kind = [(row, start_s, end_s - start_s) for row, start_s, end_s, name in spans if name == kind]
+            for row in sorted({row for row, *_ in of_kind}):
+                ranges = [(start_s, seconds) for of_row, start_s, seconds in of_kind if of_row == row]
                 bars.broken_barh(ranges, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4)
             if of_kind:
                 bars.plot([], [], color=colour, linewidth=6, label=kind)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
-from xgpt.pages import charts, render
+from xgpt.pages import render
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 
 if TYPE_CHECKING:
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 def fleet_report(fleet: FleetPlan) -> str:
     """Return the page as HTML that loads no other files."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
-    constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
     saved = 1 - fleet.planned.cost / fleet.constant.figures.cost if fleet.constant.figures.cost else 0.0
     return render(
         "fleet.html",
         heading=f"{plan.model.name}: {fleet.name}",
         subject=f"{100 * constraint.quantile:g}% of the day's requests: {bounds_in_words(constraint)}; intervals of "
         f"{fleet.interval_s:g} s",
-        priced=fleet.is_priced,
         cards=[
             *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
             {"label": "cheaper than the constant fleet", "value": f"{100 * saved:.0f}%"},
@@ -31,18 +29,8 @@ def fleet_report(fleet: FleetPlan) -> str:
             {"label": "proven gap to the optimum", "value": f"{100 * fleet.gap:.2f}%"},
         ],
         chart=_day(fleet),
-        costs=[_row("planned", fleet.planned), _row(constant, fleet.constant.figures)],
-        kinds=[
-            {
-                "name": kind.name,
-                "settings": f"{kind.plan.policy.kind}: {settings_text(kind.plan)}",
-                "devices": kind.num_devices,
-                "price": f"{kind.price_per_hour:.3g}",
-                "rates": " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
-                "start": f"{kind.start_s:.0f}",
-            }
-            for kind in fleet.kinds
-        ],
+        costs=costs_rows(fleet),
+        kinds=kinds_rows(fleet),
         proof=(
             f"{fleet.num_requests:,} requests simulated; shares count requests that keep the bounds less the "
             f"headroom. Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
@@ -53,17 +41,43 @@ def fleet_report(fleet: FleetPlan) -> str:
     )
 
 
-def _row(name: str, figures: FleetFigures) -> dict[str, str]:
-    return {
-        "name": name,
-        "cost": f"{figures.cost:.4g}",
-        "hours": f"{figures.device_hours:.1f}",
-        "starts": str(figures.starts),
-        "kept": f"{100 * figures.share_kept:.2f}%",
-    }
+class Rows(NamedTuple):
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def kinds_rows(fleet: FleetPlan) -> Rows:
+    """Return the kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths."""
+    has_price = fleet.is_priced
+    rows = [
+        [
+            kind.name,
+            f"{kind.plan.policy.kind}: {settings_text(kind.plan)}",
+            str(kind.num_devices),
+            *([f"{kind.price_per_hour:.3g}"] if has_price else []),
+            " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
+            *([f"{kind.price_per_hour / max(kind.rates_per_s[0], 1e-9) / 3.6:.3g}"] if has_price else []),
+            f"{kind.start_s:.0f}",
+        ]
+        for kind in fleet.kinds
+    ]
+    columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
+    return Rows([name for name in columns if has_price or name not in ("price/h", "cost/1000")], rows)
+
+
+def costs_rows(fleet: FleetPlan) -> Rows:
+    def row(name: str, figures: FleetFigures) -> list[str]:
+        cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
+        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
+
+    constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
+    columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
+    return Rows(columns, [row("planned", fleet.planned), row(constant, fleet.constant.figures)])
 
 
 def _day(fleet: FleetPlan) -> Chart:
+    from xgpt.pages import charts
+
     hours = [edge_s / 3600 for edge_s in fleet.edges_s]
     intervals = fleet.intervals
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
 from xgpt.core.schema.policy import POLICY_GROUPS
+from xgpt.deciding.words import range_in_words
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -110,29 +111,26 @@ def engine_in_words(plan: Plan) -> list[str]:
     return lines
 
 
-USEFUL = 30.0
-"""A range whose ends differ by a larger factor helps no decision."""
-
-
-def ranges_from_rows(plan: Plan) -> list[str]:
-    """Return a line on the likely ranges of a plan's figures. They follow from prediction errors on published
-    measurements. Return nothing if steps were measured.
+def ranges_in_words(plan: Plan) -> list[str]:
+    """Return a line on the likely ranges of a plan's figures, from the errors of earlier predictions, or nothing if
+    they are not known.
     """
     figures = {
         "rate_per_s": ("arrival rate within the bounds", "requests/s"),
         "throughput_rps": ("saturated throughput", "requests/s"),
+        "latency_s": ("from admission", "s"),
         "ttft_s": ("first token", "s"),
         "tpot_s": ("between tokens", "s"),
+        "itl_p99_s": ("between tokens (p99)", "s"),
     }
-    parts = []
-    for name, (text, unit) in figures.items():
-        if (rows := plan.estimate.ranges_from.get(name)) is not None:
-            low, high = plan.estimate.ranges[name]
-            known = (
-                f"{low:.3g} to {high:.3g} {unit}" if high <= USEFUL * low else "too uncertain for a range, so measure"
-            )
-            parts.append(f"{text} {known} ({rows})")
-    return [f"likely ranges, which hold in nine of ten cases: {'; '.join(parts)}"] if parts else []
+    ranges, rows = plan.estimate.ranges, plan.estimate.ranges_from
+    parts = [
+        f"{text} {range_in_words(*ranges[name], unit)}" + (f" ({rows[name]})" if name in rows else "")
+        for name, (text, unit) in figures.items()
+        if name in ranges and (name in rows or not rows)
+    ]
+    where = "" if rows else " on this machine"
+    return [f"likely ranges{where}, which hold in nine of ten cases: {'; '.join(parts)}"] if parts else []
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
@@ -204,19 +202,6 @@ def order_in_words(plan: Plan) -> list[str]:
         case _:
             return []
     return [f"order: {lacks}"]
-
-
-def ranges_on_this_machine(plan: Plan) -> list[str]:
-    """Return a line on the usual ranges of a plan's figures on this machine, or nothing if they are not known."""
-    names = {
-        "rate_per_s": "requests/s of arrivals",
-        "throughput_rps": "requests/s saturated",
-        "latency_s": "s from admission",
-        "itl_p99_s": "s between tokens (p99)",
-    }
-    ranges = {} if plan.estimate.ranges_from else plan.estimate.ranges
-    found = [f"{ranges[name][0]:.3g} to {ranges[name][1]:.3g} {text}" for name, text in names.items() if name in ranges]
-    return [f"usual ranges on this machine: {', '.join(found)}"] if found else []
 
 
 def profile_in_words(plan: Plan) -> str:
@@ -310,38 +295,6 @@ def joint_in_words(plan: Plan) -> list[str]:
         f"of lengths change throughput by {100 * joint.throughput:+.1f}% and latency by {100 * joint.latency:+.1f}%, "
         "compared with independent lengths"
     ]
-
-
-def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
-    """Return a line that compares the chosen plan with `uniform`: the best plan on equal stages (None: no such plan
-    keeps the bounds).
-    """
-    if uniform is best:
-        return "best uniform plan (equal stages, neither rra nor waa): the chosen plan itself"
-    if uniform is None:
-        return "best uniform plan (equal stages, neither rra nor waa): none keeps the bounds"
-    gain = maximised(best) / maximised(uniform) - 1
-    unit = "arrivals/s" if best.constraint.maximises_arrivals else "req/s, saturated"
-    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.4g} {unit}"
-    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
-    if best.search.rival is not None:
-        than += ", a difference within the error of simulation"
-    return f"best uniform plan: {what}; the chosen one serves {than}"
-
-
-def uneven_in_words(best: Plan, uneven: Plan) -> str:
-    """Return a line on how much more than `best` the plan `uneven` would serve. `uneven` has stages that vLLM cannot
-    run.
-    """
-    gain = maximised(uneven) / maximised(best) - 1
-    left_out = "stages have equal tensor-parallel degrees, since plans for several machines are for vLLM"
-    if gain <= 0:
-        return f"{left_out}; unequal degrees would gain nothing"
-    what = f"{uneven.policy.kind}, {settings_text(uneven)}"
-    return (
-        f"{left_out}; with unequal degrees ({what}), xgpt's own engine (--engine xgpt) would serve "
-        f"{100 * gain:.1f}% more"
-    )
 
 
 def _shape(plan: Plan) -> str:

@@ -81,15 +81,16 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         of_arrivals=constraint.maximises_arrivals,
         frontier="Your bounds at each load" if constraint.maximises_arrivals else "Throughput against latency",
         stages=[
-            {
-                "lane": stage.lane,
-                "devices": ", ".join(map(str, stage.devices)),
-                "decode": _layers(stage.decode_layers),
-                "encode": "-" if stage.encode_layers is None else _layers(stage.encode_layers),
-                "tp": f"{stage.tp}, experts in {stage.ep} parts" if stage.ep > 1 else stage.tp,
-                "kv_blocks": f"{stage.kv_blocks:,}",
-            }
-            for stage in plan.stages
+            (
+                number,
+                stage.lane,
+                ", ".join(map(str, stage.devices)),
+                _layers(stage.decode_layers),
+                "-" if stage.encode_layers is None else _layers(stage.encode_layers),
+                f"{stage.tp}, experts in {stage.ep} parts" if stage.ep > 1 else stage.tp,
+                f"{stage.kv_blocks:,}",
+            )
+            for number, stage in enumerate(plan.stages, 1)
         ],
         placement=f"{placement_in_words(plan)}; K/V blocks of {plan.block_size} tokens.",
         proof=f"Found by {plan.search.method}: {proof_in_words(plan)}.",
@@ -118,7 +119,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
         return {
             "name": name,
             "predicted": text(predicted),
-            "range": "-" if least is None else f"{least:.3g} to {most:.3g}",
+            "range": "-" if least is None or most is None else words.range_in_words(least, most),
             "simulated": text(simulated),
             "bound": text(bound),
         }
@@ -134,9 +135,6 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Simulate arrivals, and return the times of requests from arrival, or None if no rate keeps the bounds. The
-    arrival rate is the plan's highest one or, without bounds, `LOAD_WITHOUT_BOUNDS` of the throughput at saturation.
-    """
     if plan.workload.sessions is not None:
         return _in_sessions(plan, profile)
     bounded = plan.constraint.bounds_latency
@@ -147,7 +145,7 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     seen = times.figures
     names = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
     rows = [
-        {"name": label} | {end: f"{seen.get(f'{name}_{end}_s', 0.0):,.3f}" for end in ("mean", "p50", "p90", "p99")}
+        (label, *(f"{seen.get(f'{name}_{end}_s', 0.0):,.3f}" for end in ("mean", "p50", "p90", "p99")))
         for name, label in names.items()
     ]
     goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
@@ -155,7 +153,6 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _in_sessions(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Simulate sessions at the plan's highest rate, and return where they wait and what their turns find."""
     found = plan.estimate.sessions
     if found is None:
         return None
@@ -165,17 +162,14 @@ def _in_sessions(plan: Plan, profile: Profile) -> dict[str, object] | None:
     for i, share in enumerate(found.reused_by_turn):
         waits = run.ttft_s[counts & (place == i)]
         if len(waits):
-            ends = {"mean": waits.mean()} | {f"p{q}": np.percentile(waits, q) for q in (50, 90, 99)}
+            ends = waits.mean(), *np.percentile(waits, (50, 90, 99))
             name = f"turn {i + 1}, {100 * share:.0f}% found: time to first token, s"
-            rows.append({"name": name} | {end: f"{value:,.3f}" for end, value in ends.items()})
+            rows.append((name, *(f"{value:,.3f}" for value in ends)))
     text = f"Simulated: {found.rate_per_s:.4g} sessions/s, about {found.at_once:.3g} at once. "
     return {"rows": rows, "text": text + " ".join(words.session_lines(found))}
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return for each class its bounds, and the share of its requests that keep them at the plan's highest arrival
-    rate. Return None if there are no classes or if no rate keeps the bounds.
-    """
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None
     kept = run_simulation(plan, profile, None, NUM_REQUESTS, ArrivalProcess.at(rate)).kept
@@ -184,15 +178,13 @@ def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
         return "-" if seconds is None else f"{seconds:g}"
 
     rows = [
-        {
-            "name": each.name,
-            "share": f"{100 * each.share:.0f}%",
-            "priority": each.priority,
-            "ttft": bound(each.ttft_s),
-            "tpot": bound(each.tpot_s),
-            "whole": bound(each.latency_bound_s),
-            "kept": f"{100 * kept[each.name]:.1f}%",
-        }
+        (
+            each.name,
+            f"{100 * each.share:.0f}%",
+            each.priority,
+            *map(bound, (each.ttft_s, each.tpot_s, each.latency_bound_s)),
+            f"{100 * kept[each.name]:.1f}%",
+        )
         for each in plan.constraint.classes
     ]
     text = (
@@ -216,7 +208,7 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
     shown = figures.timeline(plan, spans)
     times, sizes = zip(*shown.decoding, strict=True) if shown.decoding else ((), ())
     return charts.timeline(
-        [charts.Bar(*bar) for bar in shown.bars],
+        shown.bars,
         shown.rows,
         charts.Series("in decode", times, [float(size) for size in sizes]),
         alt=f"timeline of {len(plan.stages)} stages",
@@ -325,5 +317,4 @@ def _layers(layers: tuple[int, int]) -> str:
 
 
 def _ordinal(quantile: float) -> str:
-    """Return a quantile as text, as in p99 for 0.99."""
     return f"p{100 * quantile:g}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
@@ -18,7 +17,7 @@ from xscheduler.objectives.arrivals import CLOSED_FORMS, Arrivals
 from xscheduler.objectives.nearest_bound import never_kept_closed
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
 from xscheduler.objectives.tuning import TunedArrivals
-from xscheduler.placement import PLACED, Placement
+from xscheduler.placement import PLACED
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.space import UNCUT, runnable
@@ -30,8 +29,6 @@ from xsimulator.forecast import CHOICES, TUNED
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
 MIXING = ("chunked", "orca")
 """Policies whose steps may both encode and decode."""
-UNIFORM_KINDS = ("chunked", "orca", "static")
-"""Policies that other planners offer."""
 
 
 def plan_each(
@@ -81,7 +78,7 @@ def found_each(
     if policy in TUNED and problem.constraint.maximises_arrivals:  # `auto` includes no tuned policy: tuning is slow
         plans = TunedArrivals(by, finish, progress, policy, order).settle(kinds)
     else:
-        plans = _distinct(best_of_each(by, kinds, finish, progress))
+        plans = _distinct(_own_searched(by, best_of_each(by, kinds, finish, progress), kinds, finish))
         if order is None:
             plans = _with_in_time(by, plans, progress)
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
@@ -120,6 +117,19 @@ def best_of_each(
     if constraint.maximises_arrivals:
         return Arrivals(by, finish, progress, only_best=only_best).settle(kinds)
     return Saturated(by, finish, progress).settle(kinds)
+
+
+def _own_searched(
+    by: Scheduler, plans: dict[str, Found], kinds: Sequence[str], finish: Callable[[PlanDraft], PlanDraft]
+) -> dict[str, Found]:
+    """Return the plans. If the best one is of a policy that the engine's own scheduler lacks, the policies that it has
+    are searched again by themselves, since only the best policy's plan is searched to the end.
+    """
+    engine = by.problem.engine
+    own = [kind for kind in kinds if engine is not None and engine.runs(kind) and kind in plans]
+    if not own or next(iter(plans)) in own:
+        return plans
+    return plans | best_of_each(by, own, finish)
 
 
 def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | None) -> dict[str, Found]:
@@ -183,6 +193,9 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # vLLM frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
+    engine = problem.engine
+    if policy == "auto" and engine is not None and engine.framework != "vllm":  # only vLLM takes xgpt's scheduler
+        kinds = tuple(kind for kind in kinds if engine.runs(kind))
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
     if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):
@@ -241,25 +254,6 @@ def variables_of(kind: str) -> set[str]:
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "tp_devices", "ep", "pp", "replicas"})
     return placed | {variable.name for variable in settings.variables} | {*settings.steadying, *OF_ROWS}
-
-
-def is_uniform(plan: Plan) -> bool:
-    """Return whether other planners could offer this plan: its policy is not rra or waa, and its stages are equal."""
-    return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
-
-
-def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
-    """Return the best plan for which `is_uniform` is true, or None if no such plan keeps the constraint."""
-    problem = replace(problem, uniform=True)
-    able = runnable(UNIFORM_KINDS, problem.model, problem.speculation)
-    kinds = [kind for kind in able if problem.fixed.keys() <= variables_of(kind)]
-    if not kinds:
-        return None
-    try:
-        by, finish = scheduler(problem, search), partial(corrected, problem=problem)
-        return next(iter(best_of_each(by, kinds, finish, only_best=True).values())).plan
-    except InfeasibleError:
-        return None
 
 
 def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:

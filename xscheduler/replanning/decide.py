@@ -44,10 +44,10 @@ ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(foreca
 
 
 class ReplayedLog(NamedTuple):
-    """What a plan keeps of a log: whether that is enough, and the shares in words."""
+    """What a plan keeps of a log: whether that is enough, and what it is in words."""
 
     holds: bool
-    shares: str
+    kept: str
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,10 @@ def judged(
     situation = Situation.of(plan, profile, observation, slowdown)
     if replayed is not None and replayed.holds:
         running = ArrivalsJudge(situation, terms or Terms()).running
-        return Verdict(running.but(keeps_bound=True), breaks_bound=False, reason=f"it keeps {replayed.shares}")
-    seen = None if replayed is None else f"it keeps only {replayed.shares}"
+        return Verdict(
+            running.but(keeps_bound=True), breaks_bound=False, reason=f"it keeps the bounds for {replayed.kept}"
+        )
+    seen = None if replayed is None else f"it keeps the bounds only for {replayed.kept}"
     verdict = _judged(situation, terms or Terms(), observation.num_requests, seen)
     if observation.cause == "asked":
         verdict = _kept_at_load(situation, verdict, observation.num_requests)
@@ -152,7 +154,6 @@ def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
-    """If the candidate breaks the bound, the search is repeated under a tighter bound."""
     plan, profile, lengths = situation.plan, situation.profile, situation.lengths
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
     closed_s = reestimate(plan, profile, lengths, constraint.quantile)["latency"]
@@ -274,7 +275,8 @@ def _candidates(judge: Judge) -> tuple[Found, Found | None]:
 
 
 def within_pins(plan: PlanDraft, kinds: Collection[str]) -> tuple[str, ...]:
-    asked = plan.pinned.policy
+    asked, engine = plan.pinned.policy, plan.engine
+    kinds = [kind for kind in kinds if engine is None or engine.runs(kind)]
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
         kinds = [choice for choice in choices if CHOICES[choice].settings.model_fields["kind"].default in kinds]

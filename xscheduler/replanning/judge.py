@@ -228,6 +228,8 @@ class ArrivalsJudge(Judge):
 
     @cached_property
     def _predicted(self) -> Outcome:
+        if self.situation.is_as_planned and self.plan.estimate.capacity is not None:
+            return self.outcome(self.plan)
         found = self._reestimated
         try:
             check_fits(found, found.workload)

@@ -30,6 +30,7 @@ from xgpt.core.processes import run_module
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.schema.plan import rate_of
+from xgpt.core.schema.recommendation import AtLoad
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
@@ -37,7 +38,7 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 if TYPE_CHECKING:
-    from xscheduler.replanning.decide import ReplayedLog
+    from xscheduler.replanning.decide import Verdict
     from xscheduler.replanning.judge import Terms
 
 logger = logging.getLogger(__name__)
@@ -54,25 +55,30 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Replanned:
+    """A judgement of a running plan, and the plan that should run.
+
+    Attributes:
+        load: what the judged plan keeps of the log by which it was judged, or None without a replay.
+    """
+
     judged: Plan
     observation: Observation
     decision: Decision
     plan: Plan
+    load: AtLoad | None = None
 
 
-def propose(
-    plan: Plan,
-    profile: Profile,
-    observation: Observation,
-    terms: Terms | None = None,
-    replayed: ReplayedLog | None = None,
-) -> Proposal:
+def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
     """Compare a running plan with the best plan. Return the decision and the new plan, if any. See `judged`."""
     from xscheduler.replanning.decide import judged
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
-    verdict = judged(plan, profile, observation, terms, slowdown, replayed)
+    return concluded(plan, observation, judged(plan, profile, observation, terms, slowdown), slowdown, started)
+
+
+def concluded(plan: Plan, observation: Observation, verdict: Verdict, slowdown: float, started: float) -> Proposal:
+    """Return a verdict as a decision, and the new plan, if any."""
     then, lengths = verdict.plan if verdict.switch else None, observation.workload
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

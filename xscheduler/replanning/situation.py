@@ -28,6 +28,7 @@ class Situation:
     Attributes:
         profile: the measured profile, to which the plan's slowdown is not applied.
         reuse: observed prefix reuse. None means the plan's expected reuse.
+        is_as_planned: whether lengths, pace and reuse are those for which the plan's figures were predicted.
     """
 
     plan: PlanDraft
@@ -37,6 +38,7 @@ class Situation:
     arrival_rate_per_s: float | None = None
     reuse: ObservedReuse | None = None
     goodput: float | None = None
+    is_as_planned: bool = False
     unbuilt: list[str] = field(default_factory=list)
 
     @property
@@ -48,12 +50,13 @@ class Situation:
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
         reuse = observation.reuse if plan.replicas == 1 else None
-        running = with_reuse(at_pace(plan, slowdown), reuse)
-        return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
+        running, planned = with_reuse(at_pace(plan, slowdown), reuse), plan.workload
+        same = running is plan and (lengths.input, lengths.output) == (planned.input, planned.output)
+        return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput, same)
 
     def under(self, latency_bound_s: float) -> Situation:
         constraint = self.plan.constraint.but(latency_bound_s=latency_bound_s)
-        return replace(self, plan=self.plan.but(constraint=constraint))
+        return replace(self, plan=self.plan.but(constraint=constraint), is_as_planned=False)
 
     def problem(self, *, in_place: bool) -> Problem:
         """Return the planning problem on the server's devices. Its best plan may take over.
@@ -103,7 +106,7 @@ def with_reuse(plan: PlanDraft, reuse: ObservedReuse | None) -> PlanDraft:
 
 
 def at_pace(plan: PlanDraft, slowdown: float | None) -> PlanDraft:
-    if slowdown is None:
+    if slowdown in (None, plan.profile.slowdown):
         return plan
     return plan.but(profile=plan.profile.but(slowdown=slowdown))
 

@@ -23,7 +23,7 @@ from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.core.errors import MachineError
 from xgpt.core.io import StepLogWriter
-from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord, UrlReport
+from xgpt.core.schema import SERVED, BenchReport, Capacity, Comparison, Constraint, Plan, Profile, StepRecord, UrlReport
 from xgpt.core.workload import ArrivalProcess, TraceLengths
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
@@ -166,6 +166,11 @@ def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
     notes = " ".join(render.bench_notes(report))
     assert ("diagnosis" in notes) == is_outside
     assert "usual range" in [column.header for column in render.bench_table(report).columns]
+
+
+def test_a_range_that_no_reader_can_use_is_said_in_words() -> None:
+    figure = Comparison(metric="ttft_p99_s", predicted=1.0, measured=1.0, low=0.393, high=772.657)
+    assert render._range(figure) == "too uncertain for a range"
 
 
 @pytest.mark.long

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.fleets import fleet_of
-from xgpt.cli.render import costs_table, kinds_table
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.reporting.fleet import fleet_report
+from xgpt.reporting.fleet import costs_rows, fleet_report, kinds_rows
 
 
 def with_price(fleet: FleetPlan, price: float | None) -> FleetPlan:
@@ -21,10 +20,10 @@ def with_price(fleet: FleetPlan, price: float | None) -> FleetPlan:
 @pytest.mark.parametrize("price", [None, 2.5])
 def test_prices_and_costs_are_shown_only_if_a_price_is_known(price: float | None) -> None:
     fleet = with_price(fleet_of([1.0, 3.0]), price)
-    columns = {str(column.header) for each in (kinds_table(fleet), costs_table(fleet)) for column in each.columns}
+    columns = {name for each in (kinds_rows(fleet), costs_rows(fleet)) for name in each.columns}
     is_known = price is not None
     assert {name for name in columns if "price" in name or "cost" in name} == (
         {"price/h", "cost/1000", "cost"} if is_known else set()
     )
     page = fleet_report(fleet)
-    assert ("price an hour" in page) == ("the day&#39;s cost" in page or "the day's cost" in page) == is_known
+    assert ("price/h" in page) == ("the day&#39;s cost" in page or "the day's cost" in page) == is_known

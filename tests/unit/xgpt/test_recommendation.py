@@ -66,7 +66,7 @@ def told(day: str) -> Recommendation:
 def test_one_decision_names_all_devices_and_what_runs_now(told: Recommendation) -> None:
     said = words.told(told, explained=False)
     assert len(said) <= 15 and max(map(len, said)) <= 80
-    assert re.match(r"Yours keeps \S+ of [\d,]+ requests, \S+ at the busiest \(\+\d+:\d\d to \+\d+:\d\d\)", said[0])
+    assert re.match(r"Yours keeps the bounds for \S+ of [\d,]+ requests", said[0])
     text = " ".join(" ".join(words.told(told, explained=True)).split())
     numbers = [
         n for span in re.findall(r"(\d(?: (?:or|to) \d)?)(?: holds? it)? in ", text.split("Devices: ")[1]) for n in span

@@ -14,7 +14,7 @@ from xgpt.core.errors import MachineError
 from xgpt.core.schema import PACES_AT_REST, EngineKind, Plan, Profile
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.ranges import ranges_of
-from xgpt.reporting.plan_text import profile_in_words, ranges_on_this_machine
+from xgpt.reporting.plan_text import profile_in_words, ranges_in_words
 from xgpt.resolve import load_cluster, load_model
 from xgpt.served_profile import as_served
 from xprofiler import analytic, vllm
@@ -205,9 +205,9 @@ def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypa
     plan = served_profile._plan(served, SPEC, None, ONE)
     assert "steps of a served load" in profile_in_words(plan)
     assert "not fitted to served requests" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
-    assert ranges_on_this_machine(plan) == []
+    assert ranges_in_words(plan) == []
     ranged = plan.with_estimate(**ranges_of(plan, served))
     fast, slow = PACES_AT_REST
     low, high = ranged.estimate.ranges["throughput_rps"]
     assert (low * slow, high * fast) == pytest.approx((plan.estimate.throughput_rps,) * 2)
-    assert f"{low:.3g} to {high:.3g} requests/s saturated" in ranges_on_this_machine(ranged)[0]
+    assert f"saturated throughput {low:.3g} to {high:.3g} requests/s" in ranges_in_words(ranged)[0]

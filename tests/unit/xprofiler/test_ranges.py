@@ -9,7 +9,7 @@ import pytest
 
 from xgpt import api
 from xgpt.core.schema import Plan
-from xgpt.reporting.plan_text import ranges_from_rows
+from xgpt.reporting.plan_text import ranges_in_words
 from xprofiler import ranges
 from xprofiler.ranges import LEAST_ROWS, UNKNOWN, Cell, Likely, cell_of, likely, within
 
@@ -72,11 +72,9 @@ def test_a_plan_states_the_ranges_of_its_figures_and_the_rows_behind_them() -> N
     low, high = plan.estimate.ranges["throughput_rps"]
     assert (low, high) == pytest.approx([edge * plan.estimate.throughput_rps for edge in (own.low, own.high)])
     assert plan.estimate.ranges_from["throughput_rps"].startswith(f"from {own.rows} measurements of dense models")
-    assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_from_rows(plan)[0]
+    assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_in_words(plan)[0]
     wide = plan.with_estimate(ranges=plan.estimate.ranges | {"ttft_s": (0.0028, 294.0)})
-    assert "first token too uncertain for a range, so measure (from " in ranges_from_rows(wide)[0], (
-        "no reader can use it"
-    )
+    assert "first token too uncertain for a range (from " in ranges_in_words(wide)[0], "no reader can use it"
 
 
 @pytest.mark.parametrize(("cluster", "like"), [("gh200-96gb-x1", "h100-80gb-hbm3"), ("h100x1", None)])

@@ -7,7 +7,6 @@ from pydantic import Field
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.recommendation import AtLoad, Recommendation
-from xgpt.core.schema.report import BenchReport
 
 
 class RangeOutput(Frozen):
@@ -40,7 +39,6 @@ class CompareOutput(Frozen):
     """The range of each policy's gain, over assumptions about the cost of mixed steps, the pace, lengths and bursts."""
     answer: tuple[str, ...] = ()
     """Why requests of the log are late under the current deployment, in sentences."""
-    measured: dict[str, BenchReport]
     """By policy, the results of running its plan on this machine."""
 
 

@@ -168,12 +168,17 @@ class EngineSpec(Frozen):
             sources["block_size"] = "the smallest that vLLM's attention on CPUs accepts"
         return self.but(**changes, sources=sources)
 
+    def runs(self, kind: str) -> bool:
+        """Return whether the engine runs a policy with the scheduler that it has. Schedulers of other engines than
+        xgpt's run only policy chunked.
+        """
+        return kind == "chunked" or "xgpt" in (self.framework, self.scheduler)
+
     def started_for(self, kind: str) -> EngineSpec:
         """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy.
-
-        Only vLLM accepts such a class. vLLM's own scheduler runs only policy chunked.
+        Only vLLM accepts such a class.
         """
-        return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
+        return self if self.framework != "vllm" or self.runs(kind) else self.with_xgpt
 
     def request_path_s(self, prompt: float) -> float:
         """Return the part of a request's TTFT, in seconds, that is neither waiting nor steps. The engine runs other

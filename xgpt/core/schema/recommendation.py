@@ -61,12 +61,12 @@ class AtLoad(Frozen):
     """Requests a second of the load: in the busiest window if there is a log."""
     window: str = ""
     """The busiest window of the log, in words. Empty means that the user stated the rate."""
+    minute_per_s: float | None = None
+    """Requests a second of the log's busiest minute, if its windows are longer. None: not known."""
     num_requests: int | None = None
     """Number of requests in the log, or None without a log."""
     share_kept: float | None = None
     """Share of all requests of the whole log that keep the bounds, or None if not replayed."""
-    busiest_share_kept: float | None = None
-    """The share in the busiest window."""
     worst_window: str = ""
     """The window in which the smallest share keeps the bounds."""
     worst_share_kept: float | None = None
@@ -199,6 +199,8 @@ class Recommendation(Frozen):
     least as surely as the lower one."""
     would_hold: int | None = None
     """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
+    would_hold_of: Literal["best", "rejected"] = "best"
+    """Of which candidate `would_hold` counts copies: of the one that takes fewer devices."""
     clusters: tuple[OfferedCluster, ...] = ()
     """The clusters that were compared, the cheapest first."""
     limit_per_s: float | None = None

@@ -87,7 +87,8 @@ def test_the_busy_noon_of_a_log_that_begins_at_midnight_decides(tmp_path: Path) 
     said = words.told(told, explained=False)
     assert len(said) <= 15 and max(map(len, said)) <= 80
     assert re.match(
-        r"Yours keeps \d.*, \S+% at the busiest \(\+.*: it does not hold your load", " ".join(" ".join(said).split())
+        r"Yours keeps the bounds for \d.*, \S+% in the worst window \(\+.*: it does not hold your load",
+        " ".join(" ".join(said).split()),
     )
     text = " ".join(words.told(told, explained=True))
     assert "Devices: " in text and " 8 in " in text and re.search(r"optimal on \d devices", text)

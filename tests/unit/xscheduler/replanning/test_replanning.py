@@ -388,6 +388,14 @@ def test_replacements_are_of_the_policies_that_were_asked_for(choice: PolicyChoi
     assert within_pins(pinned, tuple(FORECASTS)) == ("chunked",)
 
 
+@pytest.mark.parametrize(("engine", "kinds"), [("vllm", {"chunked"}), ("sglang", {"chunked"}), ("xgpt-vllm", None)])
+def test_an_engines_own_scheduler_is_offered_only_what_it_runs(engine: str, kinds: set[str] | None) -> None:
+    """A running vLLM was to change to rra, which its scheduler lacks."""
+    plan = asked_plan(policy="chunked", cluster="h100x1", engine=engine, objective="saturated")
+    found = within_pins(plan.deployed(pinned=Pinned()), tuple(FORECASTS))
+    assert set(found) == (kinds or set(FORECASTS))
+
+
 @pytest.mark.parametrize(
     "asked",
     [{}, {"engine": "vllm"}, {"engine": "xgpt-vllm"}, {"engine": "vllm", "speculative": "eagle3", "acceptance": 0.6}],
