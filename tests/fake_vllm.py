@@ -46,12 +46,12 @@ def program(directory: Path) -> Path:
 class FakeVllm:
     """A host and its engine core in one process."""
 
-    def __init__(self, directory: str, lane: str, config: dict[str, str], *, reuse: bool = False) -> None:
+    def __init__(self, directory: str, lane: str, group: str, config: dict[str, str], *, reuse: bool = False) -> None:
         self.prefixes = Prefixes() if reuse else None
         plan = load_json(Path(config["plan"]), Plan, "plan") if "plan" in config else None
         self.lane = lane
         self.core = VllmEnd(directory, lane, plans=plan is not None)  # type: ignore[arg-type]
-        self.host = VllmEnd(directory, lane)  # type: ignore[arg-type]
+        self.host = VllmEnd(directory, lane, group=int(group))  # type: ignore[arg-type]
         self.planned = PlannedLane(plan, ROOM, self.core.send) if plan else None
         self.own = OneLane(LaneSettings(mix=True, max_batch=64), Pool(1000, block_size=16))
         self.parked: list[Submit] = []
@@ -196,7 +196,7 @@ def main() -> None:
     given, others = parser.parse_known_args()
     if given.node_rank:  # workers of another machine's engine
         signal.pause()
-    FakeVllm(*others[-2:], given.additional_config["xgpt"], reuse=given.enable_prefix_caching).run()
+    FakeVllm(*others[-3:], given.additional_config["xgpt"], reuse=given.enable_prefix_caching).run()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ The remaining task is to bound the time of an iteration:
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
   largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its share of full steps through
   all stages (`PromptSteps`). `Waits` computes which share of the latency bound remains after these waits.
+- If n groups encode side by side, they have at least as much work left as one server that is n times as fast and never
+  idle while there is work (Lindley's recursion). A prompt's batch begins in order of arrival. At that time, the others'
+  batches are all that is left of earlier prompts, and none takes longer than the longest batch. So with w left at its
+  arrival, a prompt waits for at least (w - (n - 1) longest) / n, less what its batch saves it, divided by n.
 - A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
   full steps. Every other step takes at least as long as a step that decodes one request. This gives a lower bound on
   the mean time of an iteration without closed forms. This lower bound, the waits and the time to encode a prompt
@@ -107,7 +111,8 @@ class Waits:
         self._longest = float(lengths.decodes_at(constraint.quantile))
         rng = np.random.default_rng(0)
         shares = lengths.input_probabilities / lengths.input_probabilities.sum()
-        self._prompts = rng.choice(lengths.inputs, NUM_ARRIVALS, p=shares) / lengths.mean_input
+        self._drawn = rng.choice(len(shares), NUM_ARRIVALS, p=shares)
+        self._prompts = lengths.inputs[self._drawn] / lengths.mean_input
         self._arrivals = gamma_arrivals(1.0, NUM_ARRIVALS, constraint.burstiness, rng)
         self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, constraint.quantile)
         self._known: dict[tuple[int, int], _Queue] = {}
@@ -121,9 +126,22 @@ class Waits:
                 through all stages.
         """
         queue = self._queue(1, prompt_s * rate)
-        if queue is None or not self._keep_first(queue, prompt_s, through_s):
+        if queue is None or not self._keep_first(self._first(queue, prompt_s, through_s)):
             return 0.0
         return self._left(queue.waits * prompt_s)
+
+    def left_in_groups(self, groups: int, prompts: GroupTimes, rate: float) -> Array:
+        """Return the same upper bound as `left` for several groups, for each size of their batches. # [sizes]"""
+        least, alone = prompts.least_s[self._drawn], prompts.alone_s[self._drawn]
+        if rate * float(least.mean()) >= MOST_LOAD * groups:
+            return np.zeros(len(prompts.longest_s))
+        ahead = np.cumsum(least) - least - self._arrivals * (groups / max(rate, 1e-9))
+        work = ahead - np.minimum.accumulate(ahead)
+        left = []
+        for longest_s in prompts.longest_s.tolist():
+            waits = np.maximum((work - (groups - 1) * longest_s - (alone - least)) / groups, 0.0)
+            left.append(self._left(_quantiles(waits)) if self._keep_first(alone + waits) else 0.0)
+        return np.asarray(left)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
         """Return the same upper bound as `left` for each token budget of a step. 0 means that the bounds cannot be
@@ -137,16 +155,19 @@ class Waits:
                 continue
             full = rate / steps.microbatches * prompts  # steps a second
             pace_s = 1 / (full + max(1 - full * step_s, 0.0) / at.alone_s)
-            is_kept = self._keep_first(queue, prompt_s, prompt_s)
+            is_kept = self._keep_first(self._first(queue, prompt_s, prompt_s))
             if is_kept and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
                 left[i] = self._left(queue.waits * prompt_s)
         return left
 
-    def _keep_first(self, queue: _Queue, prompt_s: float, through_s: float) -> bool:
-        bounds, waits = self._constraint, queue.all_waits
+    def _first(self, queue: _Queue, prompt_s: float, through_s: float) -> Array:
+        first: Array = queue.all_waits * prompt_s + self._prompts[: len(queue.all_waits)] * through_s
+        return first
+
+    def _keep_first(self, first: Array) -> bool:
+        bounds = self._constraint
         if bounds.ttft_s is None:
             return True
-        first = waits * prompt_s + self._prompts[: len(waits)] * through_s
         kept = np.count_nonzero(first <= bounds.ttft_s / (1 + bounds.headroom)) / len(first)
         return bool(kept + 1 / NUM_WAITS >= (bounds.ttft_quantile or bounds.quantile))
 
@@ -184,9 +205,8 @@ class Waits:
             else:
                 few = slice(NUM_ARRIVALS_AT_SEVERAL)
                 waits = np.asarray(_waits_for_one_of(servers, arrivals[few].tolist(), self._prompts[few].tolist()))
-            each = len(waits) // NUM_WAITS
-            ordered = (np.sort(times)[::each] for times in (waits, waits + self._prompts[: len(waits)]))
-            self._known[servers, number] = _Queue(waits, *ordered)
+            first = waits + self._prompts[: len(waits)]
+            self._known[servers, number] = _Queue(waits, _quantiles(waits), _quantiles(first))
         return self._known[servers, number]
 
 
@@ -201,6 +221,11 @@ class _Queue(NamedTuple):
     all_waits: Array
     waits: Array
     first: Array
+
+
+def _quantiles(times: Array) -> Array:
+    found: Array = np.sort(times)[:: len(times) // NUM_WAITS]
+    return found
 
 
 def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
@@ -238,6 +263,19 @@ def longest_step(constraint: Constraint, lengths: Lengths, moving_s: float, rate
         is_late = float(shares @ np.where(decodes > 0, late, 0.0)) > allowed
         low, high = (low, middle) if is_late else (middle, high)
     return high
+
+
+class GroupTimes(NamedTuple):
+    """Seconds of one of several groups that encode side by side.
+
+    Attributes:
+        least_s, alone_s: lower bounds for a prompt of each length: as a part of any batch, and alone. # [lengths]
+        longest_s: upper bound on a batch, for each mean number of prompts in a batch. # [sizes]
+    """
+
+    least_s: Array
+    alone_s: Array
+    longest_s: Array
 
 
 class PromptSteps:

@@ -41,7 +41,13 @@ class Candidates:
         self._models = _Predictors(problem, self.lengths)
         engine = problem.engine
         self.placements = Placements(
-            problem.model, problem.cluster, problem.step_profile, self.lengths, problem.max_devices, engine
+            problem.model,
+            problem.cluster,
+            problem.step_profile,
+            self.lengths,
+            problem.max_devices,
+            engine,
+            in_groups=problem.in_groups,
         )
         self._block_size = BLOCK_SIZE if engine is None else engine.block_size
         self._max_batch = problem.step_profile.largest_batch

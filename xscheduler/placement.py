@@ -18,7 +18,7 @@ from xscheduler.engine_limits import why_not_divided
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
-from xsimulator.stages import Lane, degrees, lane, lane_of, spread
+from xsimulator.stages import Lane, degrees, is_grouped, lane, lane_of, spread, whole
 
 PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
 """The variables of a placement that a user can fix. Without `tp_devices`, `tp` is the tensor-parallel degree of every
@@ -72,6 +72,10 @@ class Placement:
         return self.layouts[-1].lane
 
     @property
+    def num_groups(self) -> int:
+        return len(self.encode_lane) if is_grouped(self.encode_lane) else 1
+
+    @property
     def num_devices(self) -> int:
         return sum(layout.num_devices for layout in self.layouts)
 
@@ -120,6 +124,12 @@ class Placement:
 
 
 class Placements:
+    """Lists placements.
+
+    Args:
+        in_groups: whether prompts may also be encoded by several groups side by side, each with the whole model.
+    """
+
     def __init__(
         self,
         model: ModelSpec,
@@ -128,8 +138,10 @@ class Placements:
         lengths: Lengths,
         max_devices: int | None = None,
         engine: EngineSpec | None = None,
+        *,
+        in_groups: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self._in_groups = model, in_groups
         self._cluster = cluster
         self._profile = profile
         self._lengths = lengths
@@ -176,7 +188,8 @@ class Placements:
             allocation = next((each for each in allocations if CHOICES[kind].takes({"allocation": each})), None)
             if allocation is None:
                 continue
-            for encode in self.layouts(encoders, decode=False):
+            groups = () if self._cluster.devices_per_node % size else self._groups_on(encoders)
+            for encode in (*self.layouts(encoders, decode=False), *groups):
                 for decode in self.layouts(size - encoders, encode=False, first_device=encoders):
                     if encode.shares_experts or decode.shares_experts:
                         continue
@@ -190,6 +203,12 @@ class Placements:
                             "decode_microbatches": count,
                         }
                         yield Placement(replicas, (encode, decode), fixed)
+
+    def _groups_on(self, size: int) -> Iterator[LanePlacement]:
+        for degree, ep in self._groups if self._in_groups and self._profile.hop is not None else ():
+            if size > degree >= ep and not size % degree:
+                tp = TensorParallel(degree=degree, devices=size if degree > 1 else 0, ep_degree=ep)
+                yield LanePlacement(tp, whole(self._model, degree, ep) * (size // degree))
 
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0

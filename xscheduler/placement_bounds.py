@@ -34,7 +34,7 @@ from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.forecast.placements import BoundTerms, Iterations, LeastSteps
 from xsimulator.lengths import Lengths
-from xsimulator.stages import Lane, StageShape
+from xsimulator.stages import Lane, StageShape, is_grouped
 
 Array = npt.NDArray[np.float64]
 
@@ -113,6 +113,16 @@ class PlacementBounds:
     def least_prompt(self, placement: Placement) -> float:
         return float(self._stages(placement.encode_lane).encode_s.max())
 
+    def least_prompts(self, placement: Placement) -> Array:
+        """Return lower bounds on the seconds of a prompt of each length in any step of one stage. # [lengths]"""
+        shape, inputs = placement.encode_lane[0], self._lengths.inputs
+        layer = self._profile.layer(*shape.group)
+        attention = Grid(layer.encode_attention)
+        batches = attention.batches[1:, None]
+        rests = [layer.rest] * (shape.decoder_layers - 1) + [layer.last or layer.rest]
+        each = sum(float(Line.of(rest).least_per_unit(MANY)) for rest in rests)
+        return inputs * each + shape.decoder_layers * (attention(batches, inputs) / batches).min(axis=0)
+
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
         lanes = [self._stages(placement.decode_lane) for placement in placements]
         encode = [
@@ -144,6 +154,9 @@ class PlacementBounds:
         return found
 
     def _stages_of(self, lane: Lane) -> _Stages:
+        if is_grouped(lane):
+            one = self._stages(lane[:1])
+            return one._replace(encode_s=one.encode_s / len(lane))
         counts: dict[StageShape, int] = {}
         for stage in lane:
             shape = stage._replace(far=False)

@@ -20,6 +20,7 @@ from xgpt.core.schema import (
 from xscheduler.problem import Problem
 from xscheduler.space import Space
 from xsimulator.lengths import Reused
+from xsimulator.stages import is_grouped
 
 
 def draft_of(
@@ -87,6 +88,7 @@ def _stages(
         blocks = int(memory.blocks_beside(step_tokens, encodes=encodes)[0] - slots * memory.request_blocks)
         memory_bytes += memory.device_bytes(blocks, step_tokens, slots, encodes=encodes)
         encoded = decoded = 0
+        in_groups = is_grouped(layout.lane)
         for shape in layout.lane:
             encoder = (encoded, encoded + shape.encoder_layers)
             stages.append(
@@ -100,7 +102,9 @@ def _stages(
                     kv_blocks=blocks,
                 )
             )
-            encoded, decoded, device = encoder[1], decoded + shape.decoder_layers, device + shape.tp
+            device += shape.tp
+            if not in_groups:
+                encoded, decoded = encoder[1], decoded + shape.decoder_layers
     return tuple(stages), tuple(memory_bytes)
 
 

@@ -57,6 +57,24 @@ class Problem:
         """The profile, converted so that a step gives each request one token on average even with a draft."""
         return speculating(self.profile, self.model, self.speculation)
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether several groups may encode prompts side by side. Only vLLM runs such plans: several of it. They are
+        tried where arrivals must keep bounds on first tokens and on the time between tokens.
+        """
+        framework = self.profile.engine if self.engine is None else self.engine.framework
+        bounds = self.constraint
+        return (
+            framework in (None, "vllm")
+            and self.cluster.device.type == "gpu"
+            and not self.model.is_encoder_decoder
+            and None not in (bounds.ttft_s, bounds.tpot_s)
+            and bounds.maximises_arrivals
+            and self.reused is None
+            and self.workload.sessions is None
+            and not self.fixed.get("adjustment_percent")
+        )
+
     @classmethod
     def of(cls, plan: PlanDraft, profile: Profile) -> Problem:
         return cls(

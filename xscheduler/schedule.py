@@ -30,7 +30,7 @@ class Scheduler:
         self.candidates = Candidates(problem)
         has_own = problem.constraint.maximise is not None  # no bound is known for a user's own objective
         self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
-        self._found: dict[tuple[PolicySettings, int, int], Space] = {}
+        self._found: dict[tuple[PolicySettings, int, int, int], Space] = {}
 
     @property
     def problem(self) -> Problem:
@@ -109,8 +109,8 @@ class Scheduler:
         return draft
 
 
-def _key(plan: PlanDraft) -> tuple[PolicySettings, int, int]:
-    return plan.policy, plan.replicas, len(plan.stages)
+def _key(plan: PlanDraft) -> tuple[PolicySettings, int, int, int]:
+    return plan.policy, plan.replicas, len(plan.stages), plan.prefill_groups
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:

@@ -186,8 +186,9 @@ class Space:
     def _room(self) -> PlacementLimits:
         micro = self.placement.microbatches
         limits = self.limits
+        least, groups = self.least_requests, self.placement.num_groups
         return PlacementLimits(
-            self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine, self.between
+            self.lengths, micro, least, self.capacity, limits.max_batch, limits.engine, self.between, groups
         )
 
     @cached_property
@@ -520,9 +521,8 @@ class Evaluation:
         """
         space, replicas = self._space, self._space.placement.replicas
         stations, least = space.forecast.stations, at_least / replicas
-        return replicas * max_rates(
-            stations, self.performance, space.lengths, self._constraint, least, wanted, only_best=only_best
-        )
+        given, groups = (stations, self.performance, space.lengths, self._constraint), space.placement.num_groups
+        return replicas * max_rates(*given, least, wanted, groups=groups, only_best=only_best)
 
     @cached_property
     def feasible(self) -> Bools:

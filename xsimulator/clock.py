@@ -40,15 +40,17 @@ class Clock:
         self.took_ns = [0] * cost.num_stages
         self._jittered = None if jitter is None else JitteredTimes(jitter)
 
-    def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
-        """Return the time at which a step that is scheduled at `issue_ns` leaves the last stage."""
+    def end_ns(self, issue_ns: int, counts: StepCounts, group: int = 0) -> int:
+        """Return the time at which a step that is scheduled at `issue_ns` leaves the last stage or, in a lane of
+        groups, its group.
+        """
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
         if self._jittered is not None:
             costs = [*map(self._jittered, costs)]
         self.took_ns = costs
-        if len(free) == 1:
-            now = free[0] = max(now, free[0]) + costs[0]
+        if len(free) == 1 or cost.is_grouped:
+            now = free[group] = max(now, free[group]) + costs[group]
             return now
         for stage, hop in enumerate(cost.hops_ns(counts.num_tokens)):
             now += hop
@@ -74,10 +76,12 @@ class LaneClock(Clock):
 
     def __call__(self, issue_ns: int, step: Step) -> int:
         counts = step_counts(self._schedule, step, has_encoder=self.cost.has_encoder)
-        end_ns = self.end_ns(issue_ns, counts)
+        group = step.microbatch if self.cost.is_grouped else 0
+        end_ns = self.end_ns(issue_ns, counts, group)
         if self._on_span is not None:
-            for stage, (until_ns, took_ns) in enumerate(zip(self.free_ns, self.took_ns, strict=True)):
-                self._on_span(Span(step.lane, stage, until_ns - took_ns, until_ns, step))
+            for stage in [group] if self.cost.is_grouped else range(self.cost.num_stages):
+                until_ns = self.free_ns[stage]
+                self._on_span(Span(step.lane, stage, until_ns - self.took_ns[stage], until_ns, step))
         return end_ns
 
 

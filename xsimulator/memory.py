@@ -25,7 +25,7 @@ from xsimulator.costs.curves import Array
 from xsimulator.costs.speculating import Draft
 from xsimulator.kept import Kept
 from xsimulator.lengths import Lengths
-from xsimulator.stages import Lane, StageShape
+from xsimulator.stages import Lane, StageShape, last_layers
 
 MIB = 2**20
 WORKSPACE_BYTES = 256 * MIB
@@ -156,11 +156,10 @@ class LaneMemory:
         self.kept_blocks = kept_blocks
         self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
         tp = np.asarray([stage.tp for stage in lane], float)
-        last = np.cumsum([stage.decoder_layers for stage in lane])
+        last = last_layers(lane)
         self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
         self._kept = [
-            Kept.of(spec, precision.kv, stage, int(end), keeps, block_size)
-            for stage, end in zip(lane, last, strict=True)
+            Kept.of(spec, precision.kv, stage, end, keeps, block_size) for stage, end in zip(lane, last, strict=True)
         ]
         if speculation is not None:
             draft = Draft(spec, speculation)
@@ -257,9 +256,9 @@ def _weight_bytes(
     spec: ModelSpec, cluster: ClusterSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None
 ) -> Array:
     size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
-    tp, decoder, encoder, embeds, heads = (
+    tp, encoder, embeds, heads = (
         np.asarray([getattr(stage, name) for stage in lane], float)
-        for name in ("tp", "decoder_layers", "encoder_layers", "embeds", "heads")
+        for name in ("tp", "encoder_layers", "embeds", "heads")
     )
     # A tied matrix is on the first and on the last stage. A stage that is both has it once, unless heads are packed.
     ties = spec.tie_embeddings and not precision.packs
@@ -268,8 +267,8 @@ def _weight_bytes(
     if precision.screens:  # an eight-bit copy with two norms per token, and the loaded head unless it is tied
         of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
         tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
-    ends = np.cumsum(decoder)
-    spans = [(int(end - count), int(end)) for end, count in zip(ends, decoder, strict=True)]
+    ends = last_layers(lane)
+    spans = [(end - stage.decoder_layers, end) for end, stage in zip(ends, lane, strict=True)]
     layers, unshared, experts = (
         np.asarray([bytes_of(precision.weights, *span) for span in spans])
         for bytes_of in (spec.layer_weight_bytes, spec.unshared_bytes, spec.expert_bytes)
@@ -289,7 +288,7 @@ def _weight_bytes(
 
 
 def _padding(
-    spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int], *, is_repacked: bool
+    spec: ModelSpec, dtype: DType, lane: Lane, ends: list[int], multiples: tuple[int, int], *, is_repacked: bool
 ) -> Array:
     """Return the bytes that padding adds to MXFP4 experts on a device, since kernels need padded sizes. # [stages]
 
@@ -316,7 +315,7 @@ def _padding(
                 layer += (
                     experts.bias * BYTES_PER_ELEMENT["bfloat16"] * number * ((spec.sizes.products - 1) * wide + hidden)
                 )
-            layers = kind.count(int(end) - stage.decoder_layers, int(end))
+            layers = kind.count(end - stage.decoder_layers, end)
             more += layers * (layer - size * number * width * spec.hidden_size * spec.sizes.products)
         grown.append(more)
     return np.asarray(grown)

@@ -9,14 +9,15 @@ where s is the coefficient of variation of the time for which a request occupies
 after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
 - the time until the next step that may admit it, uniform over the time between two such steps. If prompts have an
-  encode lane of their own, this is instead the wait of an M/G/1 queue: the lane is idle with probability 1 - u, and
-  P(W > w) = u exp(-2 (1 - u) w / (s (1 + c^2))) for prompts that take s, with coefficient of variation c;
+  encode lane of their own, this is instead the wait of an M/G/n queue for the lane's n groups (1 for a pipeline):
+  P(W > w) = C(n, u) exp(-2 n (1 - u) w / (s (1 + c^2))) for prompts that take s, with coefficient of variation c. C is
+  Erlang's, the share of arrivals that find all groups busy if each is busy for the share u of the time;
 - if all n slots are taken, the wait for a slot, exponentially distributed since the tail of P is geometric;
 - its running time, with the step times of the schedule with k + 1 requests.
 
 Up to n, the model is exact for Poisson arrivals and processor sharing, whatever the distribution of running times.
 Beyond n, the model uses the variance of the diffusion approximation. Requests wait in order of arrival. Sources: Kelly
-1979, ch. 3; Whitt 1993 for z.
+1979, ch. 3; Whitt 1993 for z; Lee and Longton 1959 for n groups.
 
 The throughput with k requests is the throughput of a saturated batch of size k, so one curve of batch sizes serves for
 every largest batch size on the curve.
@@ -35,6 +36,7 @@ from scipy.special import ndtr
 from xgpt.core.schema import Constraint, Goal
 from xsimulator.forecast import Performance
 from xsimulator.forecast.base import Stations
+from xsimulator.forecast.lane_balance import share_waiting
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -123,6 +125,7 @@ class LoadCurves:
         goal: Goal,
         headroom: float = 0.0,
         num_loads: int = NUM_LOADS,
+        groups: int = 1,
     ) -> None:
         self._allowed = 1 - goal.quantile
         self._decodes, self._prompts, self._shares = _representatives(lengths, is_fine=goal.ttft_s is not None)
@@ -132,6 +135,7 @@ class LoadCurves:
         self._prompt_s, self._lane_s = (
             each.reshape(shape) for each in (found.prompt_s, found.gate / found.encode_batch)
         )
+        self._groups = groups
         self._loads = LANE_LOADS if stations.has_encode_lane else np.ones(1)
         own = np.minimum(found.encode_batch * found.prompt_s / found.ttft, 1.0)
         self._lane_spread = 1 + (own**2 * (lengths.mean_square_input / lengths.mean_input**2 - 1)).reshape(shape)
@@ -176,7 +180,7 @@ class LoadCurves:
             return
         decay = (2 / (self._lane_s * self._lane_spread))[..., None] * np.clip(left, 0.0, 1e12)
         for load in self._loads:
-            yield np.where(left < 0, 1.0, load * np.exp(-(1 - load) * decay))
+            yield np.where(left < 0, 1.0, share_waiting(self._groups, load) * np.exp(-(1 - load) * decay))
 
     def _set_states(self) -> None:
         """Choose the numbers k of requests to evaluate. For each, compute sum_{j<=k} log X(j), and the share of late
@@ -321,10 +325,17 @@ def highest_rates(
 
 
 def max_rates(
-    stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, *how: Any, **further: Any
+    stations: Stations,
+    found: Performance,
+    lengths: Lengths,
+    constraint: Constraint,
+    *how: Any,
+    groups: int = 1,
+    **further: Any,
 ) -> Array:
     """See `highest_rates`."""
-    curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
+    headroom = constraint.headroom
+    curves = [LoadCurves(stations, found, lengths, goal, headroom, groups=groups) for goal in constraint.goals]
     return highest_rates(curves, *how, **further)
 
 

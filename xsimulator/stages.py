@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec, ModelSpec, Stage
+from xgpt.core.schema.plan import num_groups
 
 
 class StageShape(NamedTuple):
@@ -34,6 +36,17 @@ class StageShape(NamedTuple):
 
 
 Lane = tuple[StageShape, ...]
+
+
+def is_grouped(lane: Lane) -> bool:
+    """Return whether the stages are groups side by side, each with the whole model, instead of a pipeline."""
+    return len(lane) > 1 and lane[1].embeds
+
+
+def last_layers(lane: Lane) -> list[int]:
+    """Return for each stage the number of its last decoder layer plus one."""
+    layers = [stage.decoder_layers for stage in lane]
+    return layers if is_grouped(lane) else list(accumulate(layers))
 
 
 def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
@@ -113,6 +126,9 @@ def lane(
 
 def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True) -> Lane:
     layers = [stage.decode_layers[1] - stage.decode_layers[0] for stage in stages]
+    if num_groups(stages) > 1:
+        shapes = zip(stages, layers, strict=True)
+        return tuple(StageShape(s.tp, number, embeds=True, heads=heads, ep=s.ep) for s, number in shapes)
     encoder = [
         0 if stage.encode_layers is None else stage.encode_layers[1] - stage.encode_layers[0] for stage in stages
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import certificates
+from benchmarks import certificates, xpyd
 from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
@@ -144,11 +144,28 @@ def random_problem(seed: int) -> tuple[Problem, dict[str, Plan]]:
         return subject, {}
 
 
-def some_plans(subject: Problem, best: Plan, seed: int) -> list[Plan]:
+def grouped_problem(seed: int) -> tuple[Problem, dict[str, Plan]]:
+    """A random problem on four devices whose bounds allow several prefill groups, and its plans."""
+    rng = np.random.default_rng((seed, 1))
+    case = Case(int(rng.integers(2**32)), 4, "auto", "length", bool(rng.integers(2)), float(rng.choice([0.9, 0.99])))
+    estimate = case.plans(None)["chunked"].estimate
+    ttft_s, tpot_s = (float(rng.choice([1.2, 2.0, 5.0])) * each for each in (estimate.ttft_s, estimate.tpot_s + 1e-9))
+    bounds = Constraint(quantile=case.quantile, objective="arrivals", ttft_s=ttft_s, tpot_s=tpot_s)
+    subject = case.subject.under(bounds)
+    assert subject.in_groups
+    try:
+        return subject, plan_each(subject)
+    except InfeasibleError:
+        return subject, {}
+
+
+def some_plans(subject: Problem, best: Plan, seed: int, *, in_groups: bool = False) -> list[Plan]:
     """Plans of a problem: of settings drawn from its promising placements the best in closed form, and others."""
     found, rng, by = [], np.random.default_rng(seed), scheduler(subject)
     for kind in ("rra", "chunked", "orca", "waa"):
         spaces = sorted((s for s in by.candidates.spaces(kind) if s.num_points), key=lambda space: -space.bound)
+        if in_groups:
+            spaces = [space for space in spaces if space.placement.num_groups > 1]
         for space in spaces[:6]:
             points = space.points(np.unique((space.num_points ** rng.random(12)).astype(int) - 1))
             for index in np.flatnonzero(space.evaluate(points).fits):
@@ -161,8 +178,7 @@ def some_plans(subject: Problem, best: Plan, seed: int) -> list[Plan]:
     return [plan for _, plan in [*found[: OF_A_PROBLEM - 2], *(found[i] for i in drawn)]]
 
 
-def nothing_keeps_more(seed: int) -> None:
-    subject, plans = random_problem(seed)
+def nothing_keeps_more(subject: Problem, plans: dict[str, Plan], seed: int, *, in_groups: bool = False) -> None:
     if not plans:
         return
     best = next(iter(plans.values()))
@@ -171,7 +187,7 @@ def nothing_keeps_more(seed: int) -> None:
         return
     most = (1 + best.search.gap) * rate_of(best)
     assert all(rate_of(plan) <= most for plan in plans.values())
-    for plan in some_plans(subject, best, seed):
+    for plan in some_plans(subject, best, seed, in_groups=in_groups):
         plan = with_simulated_figures(plan, subject.profile)
         if rate_of_some(plan, subject, 2000) > most:
             assert rate_of_some(plan, subject, MANY) <= most * (1 + LONG_RUN_ERROR), plan.policy
@@ -185,13 +201,34 @@ def rate_of_some(plan: Plan, subject: Problem, num_requests: int) -> float:
 
 @pytest.mark.parametrize("seed", few((1, 0, *range(2, 6)), 0))
 def test_no_setting_keeps_more_than_the_stated_rate(seed: int) -> None:
-    nothing_keeps_more(seed)
+    nothing_keeps_more(*random_problem(seed), seed)
+
+
+@pytest.mark.parametrize("seed", few(range(3), 0))
+def test_no_prefill_groups_keep_more_than_the_stated_rate(seed: int) -> None:
+    nothing_keeps_more(*grouped_problem(seed), seed, in_groups=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3, 100))
+def test_no_prefill_groups_of_many_problems_keep_more(seed: int) -> None:
+    nothing_keeps_more(*grouped_problem(seed), seed, in_groups=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", xpyd.MODELS)
+@pytest.mark.parametrize("factors", xpyd.BOUNDS)
+def test_no_prefill_groups_of_long_prompts_keep_more(model: str, factors: tuple[float, float]) -> None:
+    ttft_s, tpot_s = xpyd.Case(model, "azure-code").bounds_s(*factors)
+    bounds = Constraint(objective="arrivals", ttft_s=ttft_s, tpot_s=tpot_s, headroom=0.0)
+    subject = problem(model, xpyd.CLUSTERS[model], "azure-code").under(bounds)
+    nothing_keeps_more(subject, plan_each(subject), 0, in_groups=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6, 300))
 def test_no_setting_of_many_problems_keeps_more(seed: int) -> None:
-    nothing_keeps_more(seed)
+    nothing_keeps_more(*random_problem(seed), seed)
 
 
 @pytest.mark.parametrize("kind", few(["orca", "chunked"]))

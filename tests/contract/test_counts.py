@@ -195,6 +195,23 @@ def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:
     assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
+@settings(max_examples=examples(100, 12))
+@given(drawn(("waa",), 4))
+def test_counts_run_prefill_groups_as_the_engine_does(arrivals: Arrivals) -> None:
+    plan = arrivals.plan()
+    assume(plan is not None)
+    assert plan is not None
+    encode, layers = [stage for stage in plan.stages if stage.lane == "encode"], (0, plan.model.num_layers)
+    assume(len(encode) > 1 and {stage.tp for stage in encode} == {1})
+    groups = (stage.model_copy(update={"decode_layers": layers}) for stage in encode)
+    plan = plan.model_copy(update={"stages": (*groups, *plan.stages[len(encode) :])})
+    assert Plan.model_validate_json(plan.model_dump_json()).prefill_groups == len(encode)
+    requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
+
+
 @pytest.mark.parametrize(
     ("run", "settings_of_lane"), [(OneLaneRun, policies.LaneSettings), (TwoLaneRun, policies.TwoLaneSettings)]
 )

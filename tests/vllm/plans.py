@@ -37,13 +37,16 @@ def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromi
     return plan.model_copy(update={"policy": policy, "estimate": estimate, "stages": (stage,), "admission": admission})
 
 
-def waa_plan() -> Plan:
-    """Two lanes on a device each: batches of about four prompts, at most sixteen requests inside."""
+def waa_plan(groups: int = 1) -> Plan:
+    """A lane of one or several prefill groups of a device, and a decode lane on one: batches of about four prompts, at
+    most sixteen requests inside.
+    """
     plan = plan_with(RraSettings(encode_batch=1, decode_iterations=1))
     layers = (0, plan.model.num_layers)
+    encode = {"encode_layers": layers, "decode_layers": (0, 0)} if groups == 1 else {"decode_layers": layers}
     stages = (
-        Stage(lane="encode", devices=(0,), encode_layers=layers, decode_layers=(0, 0), kv_blocks=200),
-        Stage(lane="decode", devices=(1,), decode_layers=layers, kv_blocks=800),
+        *(Stage(lane="encode", devices=(device,), kv_blocks=200, **encode) for device in range(groups)),
+        Stage(lane="decode", devices=(groups,), decode_layers=layers, kv_blocks=800),
     )
     estimate = plan.estimate.model_copy(update={"encode_tokens": 250.0, "decode_batch": 10.0})
     policy = WaaSettings(encode_batch=4, max_decode_batch=16)

@@ -45,7 +45,8 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
         path: path of the plan, for xgpt's own commands.
     """
     if engine_command(plan) is None:
-        in_vllm = plan.cluster.device.type == "gpu" and plan.engine is not None and plan.engine.framework == "vllm"
+        in_vllm = plan.engine is not None and plan.engine.framework == "vllm" and plan.cluster.device.type == "gpu"
+        in_vllm |= plan.prefill_groups > 1  # only vLLM runs them
         command = shlex.join(["xgpt", "serve", path, *(["--engine", "vllm"] if in_vllm else [])])
         return (Process(command=f"{command} --port {PORT}", port=PORT, devices=_numbers(plan)),)
     each, on_node = plan.devices_per_replica * plan.sharing_replicas, plan.cluster.devices_per_node

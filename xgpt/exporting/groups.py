@@ -36,11 +36,13 @@ ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that run one command together: a replica or, under llm-d and Dynamo, a lane of it.
+    """Nodes that run one command together: a replica or, under llm-d and Dynamo, a lane of it or one of the lane's
+    prefill groups.
 
     Attributes:
         role: both, prefill or decode.
         nodes: number of machines, each with `devices` devices.
+        count: number of such groups in a replica.
         command: of the machine that answers requests. Each of the others runs `follows`.
     """
 
@@ -51,6 +53,7 @@ class NodeGroup:
     follows: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = PORT
+    count: int = 1
 
 
 def model_id_of(plan: Plan) -> str | None:
@@ -163,7 +166,9 @@ def _by_xgpt(plan: Plan, target: Target, devices: int, nodes: int, name: str) ->
 
 
 def _lane(plan: Plan, target: Target, lane: LaneName) -> NodeGroup:
+    count = plan.prefill_groups if lane == "encode" else 1
     stages = [stage for stage in plan.stages if stage.lane == lane]
+    stages = stages[: len(stages) // count]
     num = len({device for stage in stages for device in stage.devices})
     nodes, role, env = nodes_of(plan, num), ROLES[lane], partition_of(stages)
     role_of_kv = "kv_both" if target == "dynamo" else {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
@@ -173,10 +178,10 @@ def _lane(plan: Plan, target: Target, lane: LaneName) -> NodeGroup:
     words += ["--kv-transfer-config", json.dumps(transfer)]
     if target == "dynamo":
         words = [*IN_DYNAMO, *words, "--disaggregation-mode", role]
-        return NodeGroup(role, num // nodes, nodes, words, env=env)
+        return NodeGroup(role, num // nodes, nodes, words, env=env, count=count)
     port = DECODE_PORT if lane == "decode" else PORT
     words = ["vllm", "serve", *words, "--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
-    return NodeGroup(role, num // nodes, nodes, *_meeting(words, "vllm", nodes, target), env, port)
+    return NodeGroup(role, num // nodes, nodes, *_meeting(words, "vllm", nodes, target), env, port, count)
 
 
 def _in_dynamo(plan: Plan, devices: int, nodes: int) -> NodeGroup:

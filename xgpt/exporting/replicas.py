@@ -227,7 +227,7 @@ def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = 
         raise InputError("plan.checkpoint", None, says)
     name = name or name_of(plan)
     groups = groups_of(plan, target, scheduler, name)
-    each = sum(group.devices * group.nodes for group in groups)
+    each = sum(group.devices * group.nodes * group.count for group in groups)
     if target == "compose" and each * number > plan.cluster.devices_per_node:
         says = f"a machine has {plan.cluster.devices_per_node} devices, not {each * number}: export `to=k8s`"
         raise InputError("to", target, says)

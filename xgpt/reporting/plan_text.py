@@ -63,7 +63,8 @@ def placement_in_words(plan: Plan) -> str:
                 + (f", experts over {ep} devices of {ep // tp} replicas, which run in step" if ep > tp else "")
                 for tp, ep in dict.fromkeys(sizes)
             ]
-            parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
+            noun = "prefill group" if lane == "encode" and plan.prefill_groups > 1 else f"{name}stage"
+            parts.append(f"{_count(len(stages), noun)} ({' and '.join(groups)})")
     return f"{replicas} of {' and '.join(parts)}; {plan.num_devices} of {plan.cluster.num_devices} devices"
 
 
@@ -300,8 +301,8 @@ def joint_in_words(plan: Plan) -> list[str]:
 def _shape(plan: Plan) -> str:
     """Return the replicas and the tensor-parallel degrees of stages, as in "2 x [2 1 1]" or, with WAA, "[1 1] > [2]".
 
-    "4e2" means four devices, with the experts divided into two parts. "1e8" means a single device, with the experts
-    divided among eight such devices.
+    "[1 | 1] > [2]" has two prefill groups instead of a pipeline of two stages. "4e2" means four devices, with the
+    experts divided into two parts. "1e8" means a single device, with the experts divided among eight such devices.
     """
     lanes = []
     for lane in ("both", "encode", "decode"):
@@ -309,7 +310,8 @@ def _shape(plan: Plan) -> str:
             f"{stage.tp}e{stage.ep}" if stage.ep > 1 else str(stage.tp) for stage in plan.stages if stage.lane == lane
         ]
         if degrees:
-            lanes.append(f"[{' '.join(degrees)}]")
+            beside = " | " if lane == "encode" and plan.prefill_groups > 1 else " "
+            lanes.append(f"[{beside.join(degrees)}]")
     replicas = f"{plan.replicas} x " if plan.replicas > 1 else ""
     return replicas + " > ".join(lanes)
 

@@ -148,7 +148,7 @@ def check_planned(plan: Plan) -> None:
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> None:
     """Check that an engine can run a plan on this machine. The weights are not checked."""
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
-    check_own_schedule(plan)
+    check_own_schedule(plan, engine)
     check_engine(plan, engine)
     check_devices(plan, num_nodes)
     offered = detect(plan.num_devices // num_nodes).device.memory_bytes
@@ -189,7 +189,7 @@ def check_runs_on_ray(plan: Plan, address: str) -> None:
     """Check that xgpt's own engine can run a plan on the machines of a Ray cluster."""
     if find_spec("ray") is None:
         raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
-    check_own_schedule(plan)
+    check_own_schedule(plan, "xgpt")
     check_engine(plan, "xgpt")
     nodes_of(plan, plan.devices_per_replica)
     try:
@@ -210,8 +210,13 @@ def nodes_of(plan: Plan, devices: int) -> int:
     return nodes
 
 
-def check_own_schedule(plan: Plan) -> None:
-    """Check that xgpt's scheduler can run a plan: that it has neither drafts nor experts that replicas share."""
+def check_own_schedule(plan: Plan, engine: EngineKind) -> None:
+    """Check that xgpt's scheduler can run a plan in an engine: that it has neither drafts nor experts that replicas
+    share, and several prefill groups only in vLLM.
+    """
+    if plan.prefill_groups > 1 and engine != "vllm":
+        accepted = "only vLLM runs several prefill groups: serve the plan with `--engine vllm`"
+        raise InputError("plan.stages", f"{plan.prefill_groups} prefill groups", accepted)
     if plan.sharing_replicas > 1:
         accepted = (
             "xgpt's scheduler cannot share experts among replicas: run the engine's command that `xgpt plan` prints, "
@@ -249,7 +254,7 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
 
 def check_vllm_runs(plan: Plan) -> None:
     """Check that vLLM with xgpt's scheduler can run a plan. This machine is not checked."""
-    check_own_schedule(plan)
+    check_own_schedule(plan, "vllm")
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "only vLLM's own scheduler can manage the states of its recurrent layers: run it with that scheduler"
         raise InputError("plan.model", plan.model.name, accepted)

@@ -31,26 +31,30 @@ _FRONT = "front"
 
 
 class VllmHello(msgspec.Struct, tag="hello", array_like=True):
-    """The first message of a connection, from a lane's host or from one of its engine cores.
+    """The first message of a connection, from a host or from one of its engine cores.
 
     Attributes:
+        group: number of the host's group in its lane, whose groups are vLLMs of their own.
         plans: whether the engine core follows plans. None means that the sender is a host.
     """
 
     lane: LaneName
     plans: bool | None = None
+    group: int = 0
 
 
+Host = tuple[LaneName, int]
+"""A lane, and the number of one of its groups."""
 Up = VllmHello | messages.Up
 _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 class VllmEnd(EngineEnd[Down]):
-    def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
+    def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None, group: int = 0) -> None:
         connected = socket.socket(socket.AF_UNIX)
         connected.connect(f"{directory}/{_FRONT}")
         super().__init__(connected, messages.DecodeDown())
-        self.send(VllmHello(lane, plans))
+        self.send(VllmHello(lane, plans, group))
 
     def received(self) -> Iterator[Down]:
         with suppress(EOFError):  # the front has ended, and `supervised` will end this process
@@ -69,9 +73,9 @@ class Lanes:
     """
 
     def __init__(
-        self, directory: str, lanes: Sequence[LaneName], num_cores: int, has_ended: Callable[[], bool] = lambda: False
+        self, directory: str, hosts: Sequence[Host], num_cores: int, has_ended: Callable[[], bool] = lambda: False
     ) -> None:
-        self._lanes, self._num_cores, self._has_ended = frozenset(lanes), num_cores, has_ended
+        self._hosts, self._num_cores, self._has_ended = frozenset(hosts), num_cores, has_ended
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{directory}/{_FRONT}")
         self._listener.listen(64)
@@ -82,7 +86,7 @@ class Lanes:
         self._received: deque[tuple[FrontEnd[Up], messages.Up]] = deque()
         self._is_ready = False
         self._ready = Ready(takes_seeds=False, scores_prompts=False, resumes=True)
-        self._taking: set[LaneName] = set()
+        self._taking: set[Host] = set()
         self._alive: set[FrontEnd[Up]] = set()
         self._following: set[FrontEnd[Up]] = set()
         self._rooms: dict[FrontEnd[Up], Room] = {}
@@ -96,14 +100,14 @@ class Lanes:
     def _cores(self) -> list[FrontEnd[Up]]:
         return [end for end, hello in self._hello.items() if hello is not None and hello.plans]
 
-    def send(self, message: Down, lane: LaneName = "both") -> None:
+    def send(self, message: Down, lane: LaneName = "both", group: int = 0) -> None:
         if isinstance(message, Follow):
             self._following.clear()
             for core in self._cores:
                 core.send(message)
             return
         for end, hello in self._hello.items():
-            if hello == VllmHello(lane):
+            if hello == VllmHello(lane, group=group):
                 end.send(message)
 
     def fileno(self) -> int:
@@ -117,21 +121,21 @@ class Lanes:
     def receive(self) -> messages.Up | None:
         if not self._received:
             self._take_in()
-        if not self._is_ready and self._taking >= self._lanes and len(self._cores) >= self._num_cores:
+        if not self._is_ready and self._taking >= self._hosts and len(self._cores) >= self._num_cores:
             self._is_ready = True
             return self._ready
         while self._received:
             end, message = self._received.popleft()
             hello = self._hello[end]
-            if hello is not None and (reply := self._meaning(end, hello.lane, message)) is not None:
+            if hello is not None and (reply := self._meaning(end, hello, message)) is not None:
                 return reply
         # vLLM sends no reports while it imports and loads.
         return None if self._is_ready or self.has_gone else Alive([])
 
-    def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
+    def _meaning(self, end: FrontEnd[Up], hello: VllmHello, message: messages.Up) -> messages.Up | None:
         match message:
             case Ready():
-                self._taking.add(lane)
+                self._taking.add((hello.lane, hello.group))
                 self._ready = message
                 return None
             case Alive():
@@ -147,7 +151,7 @@ class Lanes:
                 message.records = self._without_warm_up(end, message.records)
                 if message.room is not None:
                     message.room = self._room(end, message.room)
-                return self.stepped(lane, message)
+                return self.stepped(hello.lane, message)
             case Rested():
                 message.room = self._room(end, message.room)
         return message

@@ -35,7 +35,7 @@ ANOTHER_LOOP = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The model, arguments and environment variables with which one lane's vLLM is started."""
+    """The model, arguments and environment variables with which the vLLM of a lane, or of one of its groups, starts."""
 
     lane: LaneName
     model: str
@@ -44,9 +44,10 @@ class Launch:
     variables: dict[str, str] = field(default_factory=dict)
     kv_blocks: int = 0
     block_size: int = 0
+    group: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
+        return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane, str(self.group)]
 
 
 def block_size_of(cluster: ClusterSpec) -> int:
@@ -128,10 +129,13 @@ def launch_lane(
     plan: Plan,
     lane: LaneName,
     connector: dict[str, Any],
+    group: int = 0,
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return how to start vLLM for one lane of a WAA plan, with vLLM's own scheduler."""
+    """Return how to start vLLM for one lane of a WAA plan, or for a group of its encode lane, with vLLM's own
+    scheduler.
+    """
     if not isinstance(plan.policy, WaaSettings):
         raise InputError(
             "plan.policy",
@@ -139,6 +143,8 @@ def launch_lane(
             "only waa has separate lanes for encoding and decoding: plan with `policy=waa`",
         )
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
+    if lane == "encode" and plan.prefill_groups > 1:
+        stages = stages[group : group + 1]
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
     started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})
     transfer = json.dumps({**connector, "kv_role": role})
@@ -146,7 +152,8 @@ def launch_lane(
     environment = {}
     if plan.cluster.device.type == "gpu":  # by default, both lanes would use the first devices
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
-    return replace(started, arguments=started.arguments + extra, variables=started.variables | environment)
+    variables_ = started.variables | environment
+    return replace(started, arguments=started.arguments + extra, variables=variables_, group=group)
 
 
 def _launch(

@@ -1,4 +1,4 @@
-"""Run vLLM as the engine behind the channel, with one vLLM instance or one for each lane of WAA."""
+"""Run vLLM as the engine behind the channel, with one instance or, under WAA, one for each lane or prefill group."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def remove_left_over() -> None:
 
 
 class Instances:
-    """The vLLM processes of a plan, one for each lane, from their start until `end`. See
+    """The vLLM processes of a plan, from their start until `end`. See
     `xrunner.channel.remote.FarEnd`.
 
     Args:
@@ -132,7 +132,7 @@ class Memory(NamedTuple):
 
 
 class VllmEngine(RemoteEngine):
-    """Runs a plan in one vLLM, whose scheduler follows the plan (`scheduler`), or a WAA plan in two (`waa`).
+    """Runs a plan in one vLLM, whose scheduler follows the plan (`scheduler`), or a WAA plan in several (`waa`).
 
     Args:
         machines: the machines of the plan's only replica, this machine first. None means only this machine.
@@ -197,5 +197,5 @@ def start_vllm(
 
     followers = None if machines is None else Followers(machines, plan, is_over)
     return Instances(
-        launches, lambda directory, has_ended: Lanes(directory, ("both",), plan.replicas, has_ended), followers
+        launches, lambda directory, has_ended: Lanes(directory, (("both", 0),), plan.replicas, has_ended), followers
     )

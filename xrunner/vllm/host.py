@@ -143,8 +143,8 @@ def sampling_params(message: Submit) -> SamplingParams:
     )
 
 
-async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
-    front = VllmEnd(directory, lane)
+async def serve(directory: str, lane: LaneName, group: int, arguments: AsyncEngineArgs) -> None:
+    front = VllmEnd(directory, lane, group=group)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
         await VllmHost(engine, front).run()
@@ -171,6 +171,7 @@ def parser() -> FlexibleArgumentParser:
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     flags.add_argument("directory")
     flags.add_argument("lane", choices=("both", "encode", "decode"))
+    flags.add_argument("group", type=int)
     return flags
 
 
@@ -183,7 +184,7 @@ def main() -> None:
         return
     _kept = store(given.master_addr, given.master_port) if given.nnodes > 1 else None
     try:
-        asyncio.run(serve(given.directory, given.lane, arguments))
+        asyncio.run(serve(given.directory, given.lane, given.group, arguments))
     except EngineDeadError as error:
         sys.exit(f"EngineDeadError: {error}")
 

@@ -1,4 +1,5 @@
-"""Run WAA on two vLLMs, one for each lane: each request moves from the encode lane to the decode lane.
+"""Run WAA on several vLLMs, one for each lane or, if several groups encode side by side, one for each group: each
+request moves from the encode lane to the decode lane.
 
 The two-lane rule decides which prompts the encode lane encodes together, and holds them back until the decode lane can
 decode all of them. vLLM's connector moves a request's K/V. When the prompt has been encoded, the encode lane passes the
@@ -23,12 +24,11 @@ from xgpt.core.processes import free_port
 from xgpt.core.schema import LaneName, Plan
 from xrunner.channel.messages import Began, Cancel, Down, Follow, Refused, Rested, Room, Stepped, Submit, Up
 from xrunner.generation import Generation, Token
-from xrunner.vllm.channel import Lanes
+from xrunner.vllm.channel import Host, Lanes
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
 
 NIXL = {"kv_connector": "NixlConnector"}
 """Connector that sends K/V from GPU to GPU. Each request contains the encode lane's address."""
-LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
 
@@ -45,6 +45,7 @@ class _Inside:
     request: Generation
     arrived_s: float
     lane: LaneName | None = None
+    group: int = 0
     transfer: dict[str, Any] | None = None
     has_token: bool = False
 
@@ -55,20 +56,24 @@ class _Batch:
     missing: set[int]
 
 
+def hosts_of(plan: Plan) -> list[Host]:
+    return [*(("encode", group) for group in range(plan.prefill_groups)), ("decode", 0)]
+
+
 def check_waa(plan: Plan) -> None:
     if len(plan.policy.lanes) == 1:
         raise InputError(
-            "plan.policy", plan.policy.kind, "only waa runs on two vLLMs: plan with --policy waa, or start one vLLM"
+            "plan.policy", plan.policy.kind, "only waa runs on several vLLMs: plan with --policy waa, or start one vLLM"
         )
     if plan.admission.kv != "reserve":
         raise InputError(
-            "plan.admission.kv", plan.admission.kv, "two vLLMs can only reserve K/V: plan with `kv=reserve`"
+            "plan.admission.kv", plan.admission.kv, "a vLLM for each lane can only reserve K/V: plan with `kv=reserve`"
         )
     if plan.replicas > 1:
-        says = f"two vLLMs run only one replica of waa: plan for {plan.devices_per_replica} devices, and start several"
+        says = f"vLLM runs only one replica of waa: plan for {plan.devices_per_replica} devices, and start several"
         raise InputError("plan.replicas", plan.replicas, says)
-    for lane in LANES:
-        launch_lane(plan, lane, NIXL)
+    for lane, group in hosts_of(plan):
+        launch_lane(plan, lane, NIXL, group)
 
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
@@ -83,26 +88,26 @@ def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
 
 def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
     commands = []
-    for lane in LANES:
+    for lane, group in hosts_of(plan):
         config = {"front": str(directory), "lane": lane}
-        started = launch_lane(plan, lane, connector_of(plan, directory), config=config)
+        started = launch_lane(plan, lane, connector_of(plan, directory), group, config=config)
         commands.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(free_port())}))
     return commands
 
 
 class WaaLanes(Lanes):
     def __init__(self, plan: Plan, directory: str, has_ended: Callable[[], bool]) -> None:
-        super().__init__(directory, LANES, 0, has_ended)
-        self._schedule = policies.build(plan)
+        super().__init__(directory, hosts_of(plan), 0, has_ended)
+        self._schedule, self._has_groups = policies.build(plan), plan.prefill_groups > 1
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._untold: deque[Up] = deque()
         self._files = Path(directory) / FILES
         self._pruned_s = 0.0
 
-    def send(self, message: Down, lane: LaneName = "both") -> None:
+    def send(self, message: Down, lane: LaneName = "both", group: int = 0) -> None:
         if lane != "both":
-            super().send(message, lane)
+            super().send(message, lane, group)
             return
         match message:
             case Submit():
@@ -166,7 +171,7 @@ class WaaLanes(Lanes):
         if inside is None:
             return
         if inside.lane is not None:
-            self.send(Cancel(id_), inside.lane)
+            self.send(Cancel(id_), inside.lane, inside.group)
         self._schedule.cancel(id_)
         self._has_been_encoded(id_)
 
@@ -178,7 +183,7 @@ class WaaLanes(Lanes):
             schedule.settle(step, ())
             for id_ in step.transfer:
                 if (inside := self._inside.get(id_)) is not None:
-                    inside.lane = "decode"
+                    inside.lane, inside.group = "decode", 0
                     # Only the encode lane's connector, never a client, states where K/V are.
                     self.send(Submit(inside.request, inside.transfer), "decode")
         while (step := schedule.next_step("encode")) is not None:
@@ -187,9 +192,10 @@ class WaaLanes(Lanes):
             self._untold.append(Began(ids))
             for id_ in ids:
                 inside = self._inside[id_]
-                inside.lane = "encode"
+                inside.lane, inside.group = "encode", step.microbatch if self._has_groups else 0
                 # NixlConnector stores K/V only for requests with this parameter.
-                self.send(Submit(Generation(id_, inside.request.prompt, 1), {"do_remote_decode": True}), "encode")
+                only_first = Submit(Generation(id_, inside.request.prompt, 1), {"do_remote_decode": True})
+                self.send(only_first, "encode", inside.group)
         self._prune()
 
     def _prune(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint, PlanDraft, PolicySettings
-from xscheduler.arrival_bounds import PromptSteps, Waits, longest_step, loosened, shortened
+from xscheduler.arrival_bounds import GroupTimes, PromptSteps, Waits, longest_step, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import UpperBound, upper_bound
@@ -52,6 +52,7 @@ class Branch:
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
         prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if a single stage encodes
             prompts one by one. Otherwise None.
+        least_s: lower bounds on the seconds of a prompt of each length, if several groups encode. Otherwise None.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Branch:
     bound: float
     in_steps: bool = False
     prompt_s: float | None = None
+    least_s: Array | None = None
     is_refined: bool = False
     predictions: int = 0
     _searched: list[_Searched] = field(default_factory=list)
@@ -109,7 +111,14 @@ class Branch:
             own = self.relaxed.evaluate(columns_of(settings))
             if own.feasible[0] and own.throughput[0] >= rate:
                 return by_point  # the bound is at least the throughput of its points
-        return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
+        at = high = rate
+        if self._left(rate, waits).max() <= 0:  # then the bound is the highest rate at which waiting leaves any time
+            at = FAR_BELOW * rate
+            for _ in range(WAIT_STEPS):
+                middle = (at + high) / 2
+                at, high = (middle, high) if self._left(middle, waits).max() > 0 else (at, middle)
+        served = min(self._served(at, FAR_BELOW * rate, waits), high)
+        return max(by_point, rate / max(served, 1e-9) - 1)
 
     @cached_property
     def _steps(self) -> PromptSteps:
@@ -136,6 +145,13 @@ class Branch:
     def _prompts_s(self) -> list[list[float]]:
         assert self._sizes is not None
         return np.stack(self.relaxed.models.floor.prompt_s(self._sizes[1].astype(float)), axis=1).tolist()
+
+    @cached_property
+    def _group_times(self) -> GroupTimes:
+        assert self._sizes is not None and self.least_s is not None
+        models = self.relaxed.models
+        longest_s = models.model.longest_s(self._sizes[1].astype(float))
+        return GroupTimes(self.least_s, models.floor.alone_s(), longest_s)
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         left = self._left(rate, waits)
@@ -171,6 +187,8 @@ class Branch:
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
             return waits.left_by_budget(self._steps, of_one)
+        if waits is not None and self.space.placement.num_groups > 1:
+            return waits.left_in_groups(self.space.placement.num_groups, self._group_times, of_one)
         if waits is not None and self._has_lanes:
             return np.asarray([waits.left(prompt_s, of_one, through_s) for prompt_s, through_s in self._prompts_s])
         if waits is not None and self.prompt_s is not None:
@@ -297,4 +315,5 @@ def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> 
     placement, in_steps = space.placement, space.forecast.stations.admits_each_step
     one_by_one = len(placement.layouts) == 1 and placement.microbatches == 1 and space.least_requests == 1
     prompt_s = candidates.screen.least_prompt(placement) if one_by_one and not in_steps else None
-    return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s)
+    least_s = candidates.screen.least_prompts(placement) if placement.num_groups > 1 else None
+    return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s, least_s)

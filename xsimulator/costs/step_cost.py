@@ -20,11 +20,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import EngineSpec, ModelSpec, PlanDraft, Profile, StageLane
+from xgpt.core.schema import BYTES_PER_ELEMENT, EngineSpec, ModelSpec, PlanDraft, Precision, Profile, StageLane
 from xsimulator.costs.curves import MOST_KNOWN, Array, Degrees, Grid, GroupTables, Line, Table
 from xsimulator.costs.speculating import speculating
 from xsimulator.lengths import Lengths
-from xsimulator.stages import Lane, StageShape, lane_of
+from xsimulator.stages import Lane, StageShape, is_grouped, lane_of
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class LaneCost:
     Attributes:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
         apart: whether prompts are encoded in separate steps, before the decode step.
+        is_grouped: whether each stage runs steps of its own (`xsimulator.stages.is_grouped`).
 
     Raises:
         InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
@@ -56,7 +57,9 @@ class LaneCost:
         *,
         is_floor: bool = False,
     ) -> None:
-        if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
+        self.is_grouped = is_grouped(stages)
+        is_pipeline = len(stages) > 1 and not self.is_grouped
+        if is_pipeline and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
             says = (
                 "a pipeline needs times of transfers, which this profile lacks: plan with one stage, or profile again"
             )
@@ -70,11 +73,10 @@ class LaneCost:
         self.apart = engine is not None and not engine.mixes
         self.whole_prompts = engine is not None and not engine.cuts_prompts
         self.token_budget = None if engine is None else engine.token_budget
-        self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
-            dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))
-        )
+        each = [(stage, is_pipeline and i > 0) for i, stage in enumerate(stages)]
+        self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(dict.fromkeys(each))
         order = {kind: number for number, kind in enumerate(self.kinds)}
-        self.kind_of = np.asarray([order[stage, i > 0] for i, stage in enumerate(stages)])
+        self.kind_of = np.asarray([order[kind] for kind in each])
         self.counts = np.bincount(self.kind_of).astype(float)
         tables = Degrees(profile) if degrees is None else degrees
         self._degrees = {stage.group: tables[stage.group] for stage, _ in self.kinds}
@@ -402,12 +404,20 @@ class StepCounts(NamedTuple):
 
 
 class TransferCost:
-    """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens."""
+    """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens.
+
+    vLLM, which runs groups, sends K/V from device to device, as fast as hidden states in a pipeline.
+    """
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
-        assert encode.profile.kv_transfer is not None
-        spec = encode.spec
-        line = Line.of(encode.profile.kv_transfer)
+        spec, profile = encode.spec, encode.profile
+        assert profile.kv_transfer is not None
+        line = Line.of(profile.kv_transfer)
+        if encode.is_grouped and profile.hop is not None:
+            precision = Precision.of(profile.dtype, "gpu", kv_dtype=profile.kv_dtype)
+            hidden_bytes = spec.hidden_size * BYTES_PER_ELEMENT[precision.state]
+            line = Line.of(profile.hop)
+            line = Line(line.points * (hidden_bytes / spec.kv_bytes_per_token(precision.kv)), line.values)
         if encode.has_encoder:
             share = spec.hidden_size / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim)
         else:

@@ -48,6 +48,7 @@ class StepTables(NamedTuple):
     num_groups: int
     mixing: float
     has_encoder: bool
+    is_grouped: bool
 
 
 def step_tables(cost: LaneCost) -> StepTables:
@@ -85,6 +86,7 @@ def step_tables(cost: LaneCost) -> StepTables:
         len(groups),
         float(cost.mixing),
         bool(cost.has_encoder),
+        cost.is_grouped,
     )
 
 

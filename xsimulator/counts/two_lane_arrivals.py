@@ -154,7 +154,11 @@ def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
         step.sampled = step.decodes
     step_ns(tables, step, s.pieces, scratch, costs_ns)
     step.start_ns, step.number = lane.now_ns, lane.num_begun
-    step.end_ns = pass_stages(tables, free_ns, lane.now_ns, costs_ns, step.num_tokens)
+    if step.lane == ENCODE and tables.is_grouped:
+        group = step.batch - lane.num_decode
+        step.end_ns = free_ns[group] = max(lane.now_ns, free_ns[group]) + costs_ns[tables.kind_of[group]]
+    else:
+        step.end_ns = pass_stages(tables, free_ns, lane.now_ns, costs_ns, step.num_tokens)
     s.batches[step.batch].steps += 1
     lane.num_begun += 1
 
@@ -211,9 +215,13 @@ def next_transfer(s, lane, step):
 @helper
 def next_encode(s, lane, step):
     """Write the encode lane's next step into `step`, or return False if no step can begin."""
-    number = lane.num_decode + lane.encode_turn
-    if s.batches[number].steps or not can_admit(s, lane):
+    num_batches, i = len(s.batches) - lane.num_decode, 0
+    while i < num_batches and s.batches[lane.num_decode + (lane.encode_turn + i) % num_batches].steps:
+        i += 1
+    if i == num_batches or not can_admit(s, lane):
         return False
+    turn = (lane.encode_turn + i) % num_batches
+    number = lane.num_decode + turn
     due, blocks = num_due(s, lane), 0
     if lane.num_inside and lane.num_inside + due > lane.max_batch:
         return False
@@ -234,7 +242,7 @@ def next_encode(s, lane, step):
         put_piece(s, lane, id_, request.cached, request.input - request.cached)
     if lane.head == lane.tail or lane.credit >= planned_length(lane, s.requests[lane.head]) / 2:
         lane.credit = min(lane.credit, 0.0)
-    lane.encode_turn = (lane.encode_turn + 1) % (len(s.batches) - lane.num_decode)
+    lane.encode_turn = (turn + 1) % num_batches
     step.lane, step.batch, step.does_decode, step.joining = ENCODE, number, False, 0
     step.last_piece = lane.num_pieces
     return True

@@ -31,6 +31,7 @@ class PlacementLimits(NamedTuple):
 
     Attributes:
         capacity: number of requests whose K/V fits in memory at the same time.
+        groups: number of groups that encode prompts.
         between: whether a value also represents fractional values below it, so that the next value counts, too.
     """
 
@@ -41,6 +42,7 @@ class PlacementLimits(NamedTuple):
     max_batch: int
     engine: EngineSpec | None = None
     between: bool = False
+    groups: int = 1
 
 
 class Stations(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -156,17 +158,31 @@ class Waiting:
         arrivals, service: squared coefficients of variation of the time between batches, and of the time of a batch.
         interval: seconds from one batch to the next.
         limit: largest number of requests a second that the encode lane can serve.
+        groups: number of groups in the encode lane.
 
-    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
+    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue, and Lee and Longton's of several servers.
     """
 
-    def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array) -> None:
+    def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array, groups: int = 1) -> None:
         both = arrivals + service
         self._calm = (-2 / 3 * (1 - arrivals) ** 2 / both)[:, None]
         self._seconds = (interval * both / 2)[:, None]
-        self.limit = limit
+        self.limit, self._groups = limit, groups
 
     def __call__(self, rate: Array) -> Array:
         """Return the number of free slots at each rate. # [n, grid] -> [n, grid]"""
         free = np.maximum(self.limit[:, None] / np.maximum(rate, 1e-9) - 1, 1e-9)
-        return rate * self._seconds * np.exp(self._calm * free) / free
+        found: Array = rate * self._seconds * np.exp(self._calm * free) / free
+        return found if self._groups == 1 else found * share_waiting(self._groups, 1 / (1 + free)) * (1 + free)
+
+
+def share_waiting(servers: int, load: Array | float) -> Any:
+    """Return the share of arrivals that find all servers busy (Erlang C). `load` is the share of time in which a server
+    is busy. # [...] -> [...]
+    """
+    if servers == 1:
+        return load
+    offered, lost = servers * load, 1.0
+    for number in range(1, servers + 1):
+        lost = offered * lost / (number + offered * lost)
+    return lost / np.maximum(1 - load * (1 - lost), 1e-300)

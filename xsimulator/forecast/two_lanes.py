@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xsimulator.costs.curves import Array
-from xsimulator.costs.step_cost import LaneCost, TransferCost
+from xsimulator.costs.step_cost import LaneCost, StepCounts, TransferCost
 from xsimulator.forecast.base import Performance
 from xsimulator.forecast.lane_balance import FINER, GRID, LEVELS, LanePair, Stays, Waiting, locate, size_for
 from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
@@ -86,7 +86,8 @@ class TwoLaneModel:
         limit = encode_batch / np.maximum(interval, moving)
         rounds = self._decoding.rounds(encode_batch, encode_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, encode_batch, through, moving, microbatches, rounds)
-        batch, step = self._balance(lanes, Waiting(1 / encode_batch, sd * sd, interval, limit), cap)
+        waiting = Waiting(1 / encode_batch, sd * sd, interval, limit, self._encoding.num_groups)
+        batch, step = self._balance(lanes, waiting, cap)
         mean_decodes = max(self.mean_decodes, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit)
 
@@ -137,7 +138,8 @@ class TwoLaneModel:
         rounds = self._decoding.rounds(encode_batch, largest_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, largest_batch, through, moving, microbatches, rounds)
         waiting = Waiting(1 / largest_batch, sd * sd, interval, limit)
-        batch, step = self._balance(lanes, waiting, cap, is_tight(cap, largest_batch))
+        never_waits = is_tight(cap, largest_batch) | (self._encoding.num_groups > 1)
+        batch, step = self._balance(lanes, waiting, cap, never_waits)
         # If larger batches take longer per request, fewer decoding requests have a higher throughput.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
@@ -228,6 +230,19 @@ class TwoLaneModel:
         """Lower bound on the seconds to move the K/V of a prompt of the mean length."""
         sizes = np.geomspace(1.0, 1024.0, 32)
         return float((self._encoding.transfer_s(sizes) / sizes).min())
+
+    def alone_s(self) -> Array:
+        """Return the seconds of a prompt of each length, alone on a group of the encode lane. # [lengths]"""
+        steps = (StepCounts.of([(0, int(tokens), 1)], []) for tokens in self.lengths.inputs)
+        return np.asarray([self.encode.step(step)[0] for step in steps])
+
+    def longest_s(self, encode_batch: Array) -> Array:
+        """Return an upper bound on the seconds of a group's batch of `encode_batch` prompts on average. # [n] -> [n]
+
+        The rule exceeds the mean number of tokens in a batch by at most one prompt.
+        """
+        found: Array = self._encoding(encode_batch).through + self.alone_s().max()
+        return found
 
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array

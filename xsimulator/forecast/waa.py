@@ -15,6 +15,9 @@ from xsimulator.forecast.lane_balance import as_interpolated
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 
+MOST_TOKENS = 8192
+"""Largest mean number of tokens that one of several groups encodes together."""
+
 
 class Waa(Forecast[TwoLaneModel]):
     settings = WaaSettings
@@ -33,7 +36,10 @@ class Waa(Forecast[TwoLaneModel]):
         return self._allocation in (None, fixed["allocation"])
 
     def values(self, name: str, room: PlacementLimits) -> Ints:
-        return super().values(name, room._replace(least=1) if name == "encode_batch" else room)
+        if name != "encode_batch":
+            return super().values(name, room)
+        found = super().values(name, room._replace(least=1))
+        return found if room.groups == 1 else found[: max(1, int(MOST_TOKENS / room.lengths.mean_input))]
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> Ints:
         return outer - inner[0] + 1  # an encode batch larger than the cap never enters

@@ -157,6 +157,7 @@ class EncodeLane:
         self.cost, self.lengths, self.transfer = cost, lengths, transfer
         self.pipeline = Pipeline(cost)
         self.num_stages = self.pipeline.num_stages
+        self.num_groups = self.num_stages if cost.is_grouped else 1
         self._transferred = transferred
         self._longest = LONGEST * float(expected_max_deviate(self.num_stages))
         # The prompt at either end of a batch is a long one with a probability in proportion to its length, and extends
@@ -168,6 +169,8 @@ class EncodeLane:
         times = self._table(batch)
         stages, through, moving = times[:-2], times[-2], times[-1]
         deviation = self._sd_tokens / batch
+        if self.num_groups > 1:
+            return Encoding(through, through / self.num_groups + self.transfer.occupies * moving, moving, deviation)
         # As many batches run as there are stages, and the longest of them delays the others.
         pace = through * (1 + self._longest * deviation) / self.num_stages
         interval = np.maximum(np.maximum.reduce(stages), pace) + self.transfer.occupies * moving
@@ -179,7 +182,7 @@ class EncodeLane:
 
     def work(self, batch: Array) -> Array:
         work: Array = self.pipeline.devices @ self._table(batch)[:-2]
-        return work
+        return work / self.num_groups
 
     @cached_property
     def _table(self) -> Table:
@@ -189,5 +192,5 @@ class EncodeLane:
         sent = tokens * self._transferred
         points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / (sent or tokens)]))
         cost = alone(points)
-        through = self.pipeline.through(cost, hop(points * tokens))
+        through = cost[0] if self.num_groups > 1 else self.pipeline.through(cost, hop(points * tokens))
         return Table(points, np.concatenate([cost, through[None], moving(points * sent)[None]]))

@@ -1,6 +1,7 @@
 """Implement the two-lane scheduling rule of waa: one group of workers encodes, another one decodes.
 
-The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. After that, a
+The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. If several groups
+encode side by side, the first free one takes the batch. After that, a
 "transfer" step moves the batch's K/V to the decode lane. One transfer step runs at a time, and it moves all batches
 that were encoded since the previous one began. Then the requests join the decode micro-batch whose turn it is, but not
 before the buffer time has passed since their encode step began. The buffer time is counted in decode iterations,
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 
 from xgpt.core.policies.blocks import NO_CHAINS, Blocks
 from xgpt.core.policies.pool import Pool
@@ -29,6 +31,7 @@ class TwoLaneSettings:
     """The scheduling rule's settings for a waa plan.
 
     Attributes:
+        encode_stages: number of encode micro-batches: one for each stage or, in a lane of groups, for each group.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         adjustment: if the number of decoding requests differs from `decode_batch` by more than this share, encode
             batches are made smaller or larger by this share. 0 means never.
@@ -125,9 +128,12 @@ class TwoLane(Schedule):
         return self._decode[step.microbatch]
 
     def _next_encode(self) -> Step | None:
-        batch = self._encode[self._encode_turn]
-        if batch.steps_under_way or not self.pool.can_admit():
+        count = len(self._encode)
+        turns = [(self._encode_turn + i) % count for i in range(count)]
+        number = next((turn for turn in turns if not self._encode[turn].steps_under_way), None)
+        if number is None or not self.pool.can_admit():
             return None
+        batch = self._encode[number]
         due = self._due()
         settings = self.settings
         pool = self.pool
@@ -152,14 +158,14 @@ class TwoLane(Schedule):
             (),
             pool.take_preempted(),
             lane="encode",
-            microbatch=self._encode_turn,
+            microbatch=number,
         )
         pool.begin(step, batch)
         if settings.buffer_iterations:
             joins_at = self._num_decode_steps + settings.buffer_iterations * len(self._decode)
             self._joins_at = {id_: at for id_, at in self._joins_at.items() if id_ in pool.running}
             self._joins_at |= dict.fromkeys((request.id for request in entered), joins_at)
-        self._encode_turn = (self._encode_turn + 1) % len(self._encode)
+        self._encode_turn = (number + 1) % count
         return step
 
     def _due(self) -> int:
@@ -230,7 +236,7 @@ class TwoLane(Schedule):
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
             return arrived
-        return [request for request in arrived if self._joins_at.get(request.id, 0) <= self._num_decode_steps]
+        return list(takewhile(lambda one: self._joins_at.get(one.id, 0) <= self._num_decode_steps, arrived))
 
     def _num_decoding(self) -> int:
         return len(self._arrived.decoding) + sum(batch.num_running for batch in self._decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal, Self
 
@@ -64,7 +65,7 @@ class Stage(Frozen):
     encode_layers: tuple[int, int] | None = None
     """Encoder layers [first, last), or None."""
     decode_layers: tuple[int, int]
-    """Decoder layers [first, last)."""
+    """Decoder layers [first, last). Stages of the encode lane that all have the whole model are prefill groups."""
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
@@ -75,6 +76,12 @@ class Stage(Frozen):
     """
     kv_blocks: PositiveInt
     """Number of K/V blocks on the stage."""
+
+
+def num_groups(stages: Sequence[Stage]) -> int:
+    """Return the number of groups side by side, each with all decoder layers. It is 1 for a pipeline."""
+    spans = {stage.decode_layers for stage in stages}
+    return len(stages) if len(spans) == 1 and min(spans)[1] else 1
 
 
 class ProfileRef(Frozen):
@@ -254,8 +261,12 @@ class PlanDraft(Frozen):
 
     def _check_layers(self, lane: str) -> None:
         """Check that the layers of a lane's stages are consecutive, and that a decoding lane has all decoder layers."""
-        before = 0
-        for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
+        before, stages = 0, [stage for stage in self.stages if stage.lane == lane]
+        if lane == "encode" and num_groups(stages) > 1:
+            if len({(stage.tp, stage.ep) for stage in stages}) > 1:
+                raise ValueError("stages: all groups of the encode lane need the same tp and ep")
+            stages = stages[:1]
+        for first, last in (stage.decode_layers for stage in stages):
             if first != before or last < first or (first == last and lane != "encode"):
                 raise ValueError(f"stages: layers [{first}, {last}) do not follow [0, {before}) in the {lane} lane")
             before = last
@@ -312,6 +323,11 @@ class PlanDraft(Frozen):
     def devices_per_replica(self) -> int:
         """Number of devices of one replica."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def prefill_groups(self) -> int:
+        """Number of groups side by side that encode prompts for the decode lane, each with the whole model."""
+        return num_groups([stage for stage in self.stages if stage.lane == "encode"])
 
     @property
     def precision(self) -> Precision:

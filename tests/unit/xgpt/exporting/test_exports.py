@@ -39,6 +39,7 @@ from xscheduler.fleet.scaling import Scaling
 TARGETS: tuple[Target, ...] = ("shell", "compose", "k8s", "llm-d", "dynamo")
 RRA = exportable(plan_with(RraSettings(encode_batch=6, decode_iterations=5)), "/weights")
 WAA = exportable(waa_plan(), "/weights")
+GROUPS = exportable(waa_plan(3), "/weights")
 
 
 def by_itself(replicas: int = 2) -> Plan:
@@ -79,6 +80,7 @@ PLANS: dict[str, Plan] = {
     "by itself": by_itself(),
     "rra": RRA,
     "waa": WAA,
+    "prefill groups": GROUPS,
     "two nodes": over_two_nodes(),
     "two nodes, own engine": over_two_nodes("xgpt"),
     "an id": RRA.model_copy(update={"checkpoint": "hf://Qwen/Qwen2.5-0.5B"}),
@@ -210,7 +212,7 @@ def test_replicas_on_cpus_have_cores_of_their_own() -> None:
 
 
 def test_the_script_of_our_scheduler_is_a_command_that_serve_takes(tmp_path: Path) -> None:
-    for plan in (RRA, WAA):
+    for plan in (RRA, WAA, GROUPS):
         files = export(plan, "shell")
         assert Plan.model_validate_json(files["plan.json"]) == plan
         words = run_script(files["serve.sh"], tmp_path, "--api-key-file", "my keys")
@@ -297,8 +299,9 @@ def test_several_nodes_of_our_own_engine_are_a_ray_cluster_on_an_image_with_ray(
 
 
 @pytest.mark.parametrize("target", ["dynamo", "llm-d"])
-def test_lanes_become_prefill_and_decode_workers_of_the_plans_sizes(target: Target) -> None:
-    items = objects_in(export(WAA.model_copy(update={"replicas": 2}), target))
+@pytest.mark.parametrize("plan", [WAA, GROUPS], ids=["waa", "prefill groups"])
+def test_lanes_become_prefill_and_decode_workers_of_the_plans_sizes(plan: Plan, target: Target) -> None:
+    items = objects_in(export(plan.model_copy(update={"replicas": 2}), target))
     if target == "dynamo":
         (graph,) = (item for item in items if item["kind"] == "DynamoGraphDeployment")
         found = {c["type"]: (c["replicas"], c["podTemplate"]["spec"]) for c in graph["spec"]["components"]}
@@ -317,7 +320,11 @@ def test_lanes_become_prefill_and_decode_workers_of_the_plans_sizes(target: Targ
     for role, most in (("prefill", None), ("decode", "16")):
         replicas, pod = found[role]
         command = pod["containers"][0]["command"]
-        assert replicas == 2 and "NixlConnector" in command[command.index("--kv-transfer-config") + 1]
+        assert replicas == 2 * (plan.prefill_groups if role == "prefill" else 1)
+        assert (
+            "--pipeline-parallel-size" not in command
+            and "NixlConnector" in command[command.index("--kv-transfer-config") + 1]
+        )
         assert "--scheduler-cls" not in command
         assert most is None or command[command.index("--max-num-seqs") + 1] == most
 

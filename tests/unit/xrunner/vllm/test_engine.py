@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ORCA = exportable(here(plan_with(OrcaSettings(max_batch=8))), "/weights")
 WAA = exportable(here(waa_plan()), "/weights")
+GROUPS = exportable(waa_plan(2), "/weights")
 PROMPTS = [(number,) * 8 for number in range(20, 40)]
 
 Start = Callable[..., VllmEngine]
@@ -75,7 +76,7 @@ def ids(tokens: list[Token]) -> list[int]:
     return [token.token for token in tokens]
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+@pytest.mark.parametrize("plan", [ORCA, WAA, GROUPS], ids=["one lane", "waa", "prefill groups"])
 def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: Start) -> None:
     engine = start(plan)
     submit(engine, PROMPTS)
@@ -208,6 +209,17 @@ def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
     assert {record.lane for record in log} == {"encode", "decode"}
     encoded = [chunk[0] for record in log if record.lane == "encode" for chunk in record.encode]
     assert sorted(encoded) == list(range(len(PROMPTS)))
+
+
+def test_prompts_go_to_all_prefill_groups(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.05")
+    log: list[StepRecord] = []
+    engine = start(GROUPS, on_step=log.append)
+    submit(engine, PROMPTS)
+    run(engine, len(PROMPTS))
+    encoded = [record for record in log if record.lane == "encode"]
+    assert sorted(chunk[0] for record in encoded for chunk in record.encode) == list(range(len(PROMPTS)))
+    assert any(one.start_ns < other.start_ns < one.end_ns for one in encoded for other in encoded)
 
 
 def test_deadlines_reach_the_rule(start: Start) -> None:

@@ -204,7 +204,7 @@ def test_an_order_by_deadlines_has_them_and_its_row() -> None:
 
 
 def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
-    front = Lanes(str(tmp_path), ["both"], 1)
+    front = Lanes(str(tmp_path), [("both", 0)], 1)
     core, host = VllmEnd(str(tmp_path), "both", plans=True), VllmEnd(str(tmp_path), "both")
 
     def told() -> Up:
@@ -247,7 +247,7 @@ def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
 
 def test_a_front_that_may_open_no_more_files_keeps_its_engine(tmp_path: Path) -> None:
     """`accept` then fails even if nobody connects; idle clients that took all files once ended the server."""
-    front = Lanes(str(tmp_path), ["both"], 1)
+    front = Lanes(str(tmp_path), [("both", 0)], 1)
     core, host = VllmEnd(str(tmp_path), "both", plans=True), VllmEnd(str(tmp_path), "both")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
