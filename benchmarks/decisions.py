@@ -26,6 +26,7 @@ from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.load import NO_GROWTH, KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, Profile
+from xgpt.deciding.recommend import CLEAR
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
 from xgpt.solving import solve
@@ -106,8 +107,8 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
     right = {(False, True): "change", (True, False): "keep"}.get((holds[0], holds[1]))
     if all(holds):
         right = "change" if first.num_devices < told.now.num_devices else "keep"
-    if not any(holds) and shares[1] < shares[0] - EDGE:
-        right = "keep"
+    if not any(holds) and abs(shares[1] - shares[0]) > CLEAR + EDGE:
+        right = "change" if shares[1] > shares[0] else "keep"
     if right is not None and told.action != right:
         wrong.append(f"{told.action} instead of {right}")
     now, then = ("yes" if each else "no" for each in holds)

@@ -9,7 +9,7 @@ from xgpt.core.load import LogLoad
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding.load import at_load, carried
-from xgpt.deciding.recommend import keeps_fewer
+from xgpt.deciding.recommend import by_replay
 from xgpt.deciding.words import kept_in_words
 from xscheduler.replanning.decide import ReplayedLog, Verdict, judged
 from xscheduler.replanning.judge import Terms
@@ -19,9 +19,9 @@ from xscheduler.replanning.replanner import Replanned, concluded, observe_log, p
 def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> Replanned:
     """Judge by a log whether another plan on the same devices should run.
 
-    A plan that keeps the bounds of the whole log and in each window stays, and so does one that keeps them for more
-    requests than the best other plan. If a plan maximises no arrival rate, or the log cannot be replayed, the rate of
-    the busiest window decides.
+    A plan that keeps the bounds of the whole log and in each window stays. So does one that keeps them for clearly more
+    requests than the best other plan, if neither holds the log. If a plan maximises no arrival rate, or the log cannot
+    be replayed, the rate of the busiest window decides.
     """
     observation, load, constraint = observe_log(plan, log), carried(log, None), plan.constraint
     is_replayed = constraint.maximises_arrivals and constraint.bounds_latency and plan.workload.sessions is None
@@ -41,7 +41,8 @@ def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> Repl
 
 def _replayed(verdict: Verdict, then: AtLoad, now: AtLoad) -> Verdict:
     """Let a replay of the best plan, too, overrule what was decided by rates."""
-    if fewer := keeps_fewer(then, now):
-        return replace(verdict, switch=False, reason=fewer)
+    found = None if then.holds else by_replay(then, now)
+    if found is not None and found[0] == "keep":
+        return replace(verdict, switch=False, reason=found[1])
     reason = f"{verdict.reason}; replayed, the best plan keeps them for {kept_in_words(then)}"
-    return replace(verdict, switch=verdict.switch or then.holds, reason=reason)
+    return replace(verdict, switch=verdict.switch or then.holds or found is not None, reason=reason)

@@ -36,6 +36,8 @@ from xsimulator.session_rate import SessionTrial, per_session, turns_of
 
 BOUNDED: tuple[BoundName, ...] = ("latency", "TTFT", "TPOT", "session waiting", "session time")
 """Names of what users bound, in the order of `times_at`."""
+CLEAR = 0.005
+"""Shares of kept requests that differ by less are about equal."""
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
 
@@ -237,8 +239,8 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
             return "change", "they hold your load"
         if kept and would_keep:
             return "keep", "it keeps the bounds at your load, and no plan on fewer devices surely does"
-        if (fewer := keeps_fewer(first.at_load, now.at_load)) and not kept:
-            return "keep", fewer
+        if (found := by_replay(first.at_load, now.at_load)) is not None:
+            return found
     each = gain.per_device or gain.factor
     if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
@@ -249,11 +251,15 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
     return "change", ""
 
 
-def keeps_fewer(then: AtLoad, now: AtLoad) -> str:
-    """Return in words that a candidate keeps the bounds of fewer requests of a log than what runs now, or ""."""
-    if then.share_kept is None or now.share_kept is None or then.share_kept >= now.share_kept:
-        return ""
-    return f"neither holds your load, and the best plan keeps the bounds only for {kept_in_words(then)}"
+def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
+    """Decide by a log that neither a candidate nor what runs now holds: for the one that keeps the bounds for clearly
+    more requests. None: no replay, or about as many.
+    """
+    if then.share_kept is None or now.share_kept is None or abs(then.share_kept - now.share_kept) < CLEAR:
+        return None
+    if then.share_kept > now.share_kept:
+        return "change", "neither holds your load, but this plan keeps the bounds for more of its requests"
+    return "keep", f"neither holds your load, and the best plan keeps the bounds only for {kept_in_words(then)}"
 
 
 def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:

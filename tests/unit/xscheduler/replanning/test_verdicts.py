@@ -135,8 +135,10 @@ def test_replan_and_compare_replace_what_a_replay_condemns(tmp_path: Path) -> No
     assert other.decision.action != "keep" and other.plan != found.current and other.load == now.at_load
 
 
-def test_under_too_much_load_a_plan_that_keeps_fewer_requests_replaces_nothing() -> None:
-    """A deployment that kept 70% of a log was to change to a plan that kept 48%, since its rate was higher."""
+def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
+    """A deployment that kept 70% of a log was to change to a plan that kept 48%, since its rate was higher; another one
+    that kept 61% was to stay where a plan kept 98%, since its rate might be lower in bursts.
+    """
     fields = {"name": "chunked", "policy": "chunked", "settings": "", "engine": "", "needs_xgpt": False}
     of_log = {"rate_per_s": 17.7, "num_requests": 640_932, "holds": False}
     now, then = (
@@ -146,9 +148,10 @@ def test_under_too_much_load_a_plan_that_keeps_fewer_requests_replaces_nothing()
     gain = Gain(unit="requests/s", now=6.8, then=10.0, factor=Ranged(value=1.47, low=1.17, high=1.57))
     said = "neither holds your load, and the best plan keeps the bounds only for 48% of 640,932 requests"
     assert _decide(then, now, gain) == ("keep", said)
-    assert _decide(now, then, gain)[0] == "change"
+    assert _decide(now, then, gain.but(factor=Ranged(value=0.7, low=0.5, high=0.9)))[0] == "change"
     verdict = Verdict(Outcome(policy=running().policy, throughput_rps=9, latency_s=1, keeps_bound=False), True, "rates")
     assert again._replayed(replace(verdict, switch=True), then.at_load, now.at_load).switch is False
+    assert again._replayed(verdict, now.at_load, then.at_load).switch is True
 
 
 def test_a_plan_with_k_v_by_quantile_is_compared_with_a_static_batch() -> None:
