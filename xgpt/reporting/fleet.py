@@ -41,12 +41,12 @@ def fleet_report(fleet: FleetPlan) -> str:
     )
 
 
-class Rows(NamedTuple):
+class FleetRows(NamedTuple):
     columns: list[str]
     rows: list[list[str]]
 
 
-def kinds_rows(fleet: FleetPlan) -> Rows:
+def kinds_rows(fleet: FleetPlan) -> FleetRows:
     """Return the kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths."""
     has_price = fleet.is_priced
     rows = [
@@ -62,17 +62,17 @@ def kinds_rows(fleet: FleetPlan) -> Rows:
         for kind in fleet.kinds
     ]
     columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
-    return Rows([name for name in columns if has_price or name not in ("price/h", "cost/1000")], rows)
+    return FleetRows([name for name in columns if has_price or name not in ("price/h", "cost/1000")], rows)
 
 
-def costs_rows(fleet: FleetPlan) -> Rows:
+def costs_rows(fleet: FleetPlan) -> FleetRows:
     def row(name: str, figures: FleetFigures) -> list[str]:
         cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
         return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
 
     constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
     columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
-    return Rows(columns, [row("planned", fleet.planned), row(constant, fleet.constant.figures)])
+    return FleetRows(columns, [row("planned", fleet.planned), row(constant, fleet.constant.figures)])
 
 
 def _day(fleet: FleetPlan) -> Chart:
