@@ -186,10 +186,12 @@ class EngineReplicas:
         """The command of vLLM's router, but for its host and workers.
 
         By its defaults a request is sent five times and a replica avoided after ten failures. A lost replica has the
-        least work, so that all five could go to it; with fewer failures than attempts, one reaches another replica.
+        least work, so that all five could go to it; with fewer failures than attempts, one reaches another replica. A
+        replica that is back counts within 5 s, not a minute or two: else the next one that leaves takes all with it.
         """
         policy = "cache_aware" if self.plan.estimate.reuse is not None else "power_of_two"
-        tried = ["--cb-failure-threshold", "5", "--retry-max-retries", "7"]
+        tried = ["--cb-failure-threshold", "5", "--retry-max-retries", "7", "--cb-timeout-duration-secs", "5"]
+        tried += ["--health-check-interval-secs", "5", "--health-success-threshold", "1"]
         return ["vllm-router", "--port", str(PORT), "--policy", policy, *tried, "--worker-startup-timeout-secs", "1800"]
 
     @property
