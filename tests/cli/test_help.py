@@ -116,3 +116,20 @@ def test_a_config_is_a_model(xgpt: Xgpt) -> None:
     Path("config.json").write_text(json.dumps(config))
     asked = ("plan", "--latency-bound", "inf", "--objective", "saturated", "--model", "config.json")
     assert xgpt(*asked, "--cluster", "h200x1", "--workload", "azure-conv").code == 0
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)])
+def test_closed_standard_streams_are_open_in_what_is_started(closed: tuple[int, ...]) -> None:
+    """A server without standard error never answered: its engine had none either, and ended at once."""
+    code = """if True:
+        import subprocess, sys
+        from xgpt.cli import set_up_process
+        set_up_process()
+        child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+        sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)"""
+
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    assert subprocess.run([sys.executable, "-c", code], preexec_fn=close, check=False).returncode == 0

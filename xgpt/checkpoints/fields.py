@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from xgpt.core.documents import read_yaml
 from xgpt.core.errors import InputError
 
-TABLES: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
+(TABLES,) = read_yaml((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
 """The tables of model families."""
 BOOKKEEPING, TRAINING, SEARCH, COMMON = (
     frozenset[str](TABLES[name]) for name in ("bookkeeping", "training", "search", "common")

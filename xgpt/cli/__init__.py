@@ -173,6 +173,7 @@ def set_up_process() -> None:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
+            os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 

@@ -12,9 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
-
-from xgpt.core.documents import read_json
+from xgpt.core.documents import read_json, read_yaml
 from xgpt.core.errors import InputError, nearest
 from xgpt.core.io import load_yaml
 from xgpt.core.schema import DType
@@ -42,7 +40,7 @@ def tables() -> dict[str, Any]:
     writes, and xgpt's verdicts on them.
     """
     here = Path(__file__).parent
-    verdicts = yaml.safe_load((here / "verdicts.yaml").read_text(encoding="utf-8"))
+    (verdicts,) = read_yaml((here / "verdicts.yaml").read_text(encoding="utf-8"))
     return verdicts | json.loads((here / "engine_flags.json").read_text(encoding="utf-8"))
 
 
