@@ -15,6 +15,7 @@ from xgpt.core.errors import InputError, reason_of
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Speculation, Workload
 from xgpt.core.schema.plan import HUB
+from xgpt.core.sessions import turns_of
 from xgpt.requests import PlanRequest
 from xgpt.resolve import (
     engine_of,
@@ -31,7 +32,6 @@ from xgpt.served_profile import as_served
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem, runs_in_vllm
 from xsimulator.lengths import Reused
-from xsimulator.session_rate import turns_of
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import Capacity, Constraint, PlanDraft, Profile
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.workload import SessionLaw
-from xgpt.core.sessions import draw_sessions
+from xgpt.core.sessions import repeated, sample_of, turns_of
 from xgpt.core.turns import FIRST, Floats
 from xgpt.core.workload import TraceLengths
 from xsimulator.benchmarked import times_at
@@ -25,32 +26,34 @@ from xsimulator.measures import RequestTimes
 from xsimulator.session_routes import Route, counts_routes, run_routed
 from xsimulator.sessions import TurnTimes, counted_turns, run_sessions, shared_tokens
 
-LEAST_SESSIONS, MOST_TURNS = 80, 10_000
-"""A run has so many turns, and at least so many sessions. The first and the last quarter of these do not count."""
 LARGEST_RUN = 60_000
+"""Largest number of turns of a run, unless four samples have more. The first and the last quarter do not count, so that
+what counts is whole samples.
+"""
 LIFETIMES, STEADY = 4.0, 2.5
 """Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
 begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
 """
-MOST_ROUTED = 800
-"""Number of turns of a run on several replicas that cannot be counted."""
-DRAWN_SESSIONS = 400
+MOST_ROUTED, LEAST_ROUTED = 800, 80
+"""Number of turns, and least number of sessions, of a run on several replicas that cannot be counted."""
 PRECISION = 0.02
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
-MOST_GROWTH, MOST_SLOWING = 2.0, 1.1
-"""If turns wait more than so many times as long in the last third of a run as in the first, or a token takes so many
-times as long as in the second, the rate is not sustained.
-"""
 SEED = 0
 
 
 @lru_cache(maxsize=8)
-def _drawn(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[TraceLengths, Floats]:
+def _begun(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[TraceLengths, Floats]:
     """Return sessions, and when they begin if one begins each second on average. # [sessions]"""
-    rng = np.random.default_rng(seed)
-    trace = draw_sessions(law, count, rng)
-    return trace, times_at(1.0, burstiness, count, rng)
+    sample = sample_of(law, seed)
+    assert sample.sessions is not None
+    size = min(sample.sessions.num_sessions, count // 4)
+    sample = sample.take(np.flatnonzero(sample.sessions.session < size))
+    starts_s = times_at(1.0, burstiness, size, np.random.default_rng(seed))
+    trace = repeated(sample, times := ceil(count / size))
+    assert trace.sessions is not None
+    begun_s = (starts_s + size * np.arange(times)[:, None]).ravel()
+    return trace.take(np.flatnonzero(trace.sessions.session < count)), begun_s[:count]
 
 
 class SessionRun(NamedTuple):
@@ -85,15 +88,18 @@ class SessionTrial:
         self._lanes = lanes_of(plan, profile)
         self.turns = turns_of(law)
         self._route = route
-        most = LARGEST_RUN if route is None or counts_routes(plan) else MOST_ROUTED
-        known = plan.estimate.capacity
-        turns_per_s = known.rate_per_s if known else plan.estimate.throughput_rps
-        if route is None:
-            turns_per_s /= plan.replicas
-        needed = LIFETIMES * turns_per_s / self.turns * _pauses_of(law)
-        usual = min(MOST_TURNS, most) / self.turns
-        count = max(LEAST_SESSIONS, int(min(max(usual, needed), most / self.turns)))
-        self.trace, self._starts_s = _drawn(law, plan.constraint.burstiness, count, seed)
+        sample = sample_of(law, seed)
+        assert sample.sessions is not None
+        count = 4 * sample.sessions.num_sessions
+        if route is None or counts_routes(plan):
+            known = plan.estimate.capacity
+            turns_per_s = known.rate_per_s if known else plan.estimate.throughput_rps
+            share = 1 / plan.replicas if route is None else 1
+            needed = LIFETIMES * turns_per_s * share * float(sample.sessions.pause_s.mean())
+            count *= max(1, min(ceil(needed / count), LARGEST_RUN // (4 * len(sample.input))))
+        else:
+            count = max(LEAST_ROUTED, 4 * int(MOST_ROUTED / self.turns / 4))
+        self.trace, self._starts_s = _begun(law, plan.constraint.burstiness, count, seed)
         assert self.trace.sessions is not None
         if keeps_nothing:
             none = replace(self.trace.sessions, common=np.zeros_like(self.trace.sessions.common))
@@ -101,8 +107,8 @@ class SessionTrial:
         assert self.trace.sessions is not None
         self._loads_s = loads_s(plan, self.trace) if from_host else None
         number = self.trace.sessions.session
-        self.counts = (number >= count // 4) & (number < count - count // 4)
-        self.num_sessions = count - count // 4 - count // 4
+        self.counts = (number >= count // 4) & (number < 3 * count // 4)
+        self.num_sessions = count // 2
         self._known: dict[float, SessionRun] = {}
 
     @property
@@ -128,7 +134,7 @@ class SessionTrial:
             excess = _excess(run, self.counts, self.plan.constraint)
             lives = per_session(run, self.counts, run.whole_s + run.paused_s)
             span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate
-            if span_s < STEADY * float(lives.mean()):
+            if span_s < STEADY * float(lives.mean()) or _pile_up(run, span_s) > PRECISION:
                 excess = np.inf
             self._known[rate] = SessionRun(run, excess, self.counts)
         return self._known[rate]
@@ -160,31 +166,21 @@ class SessionTrial:
         return low
 
 
-@lru_cache(maxsize=8)
-def _pauses_of(law: SessionLaw) -> float:
-    trace = draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED))
-    assert trace.sessions is not None
-    return float(trace.sessions.pause_s.sum()) / DRAWN_SESSIONS
-
-
-@lru_cache(maxsize=8)
-def turns_of(law: SessionLaw) -> float:
-    return len(draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED)).input) / DRAWN_SESSIONS
-
-
 def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> float:
     of_turns = RequestTimes(times.ttft_s[counts], times.tpot_s[counts], times.whole_s[counts])
     found = [float(np.quantile(of_turns.excess(goal), goal.quantile)) for goal in constraint.goals]
     for bound, values in zip(constraint.session_bounds, (times.ttft_s, times.whole_s), strict=True):
         if bound is not None:
             found.append(float(np.quantile(per_session(times, counts, values), constraint.quantile)) / bound)
-    # A queue that grows would break any bound in a longer run.
-    order = np.argsort(times.arrived_s[counts], kind="stable")
-    for values, before, most in ((of_turns.ttft_s, 0, MOST_GROWTH), (of_turns.tpot_s, 1, MOST_SLOWING)):
-        thirds = [float(third.mean()) for third in np.array_split(values[order], 3)]
-        growth = thirds[2] / max(thirds[before], 1e-9) / most
-        found.append(growth if growth > 1 else 0.0)
     return max(found)
+
+
+def _pile_up(times: TurnTimes, span_s: float) -> float:
+    """Return the share of sessions that begin but do not end. If sessions take longer and longer, by s seconds in each
+    second, 1 / (1 + s) of them end. Each session is compared with itself, a quarter of the run later.
+    """
+    second, third = np.split(times.of_sessions(times.whole_s), 4)[1:3]
+    return float((third - second).mean()) / (span_s / 4)
 
 
 def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:

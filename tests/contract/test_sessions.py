@@ -11,14 +11,15 @@ import xgpt
 from xgpt.core import policies
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.workload import SessionLaw
-from xgpt.core.sessions import draw_sessions
+from xgpt.core.sessions import draw_sessions, repeated, sample_of, workload_of_law
 from xgpt.core.workload import TraceLengths
+from xprofiler.store import profile_of
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
 from xsimulator.session_rate import loads_s
 from xsimulator.session_routes import Route, routed_engines, run_routed
-from xsimulator.sessions import counted_turns, logged_turns
+from xsimulator.sessions import counted_turns, logged_turns, run_sessions
 
 LAW = {
     "turns": {"kind": "uniform", "min": 2, "max": 8},
@@ -130,3 +131,39 @@ def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
     apart = trace._replace(sessions=replace(trace.sessions, common=np.zeros_like(trace.sessions.common)))
     log = run_requests(plan, profile, apart, int(trace.output.max()))
     assert logged_turns(plan, apart, log).reused_share == 0
+
+
+def test_what_a_plan_keeps_is_kept_four_times_as_long_and_below_its_ceiling() -> None:
+    law = SessionLaw.model_validate(
+        {
+            "turns": {"kind": "uniform", "min": 1, "max": 11},
+            "first_input": {"kind": "uniform", "min": 25, "max": 100},
+            "added_input": {"kind": "uniform", "min": 10, "max": 64},
+            "output": {"kind": "uniform", "min": 6, "max": 40},
+            "left_out": 0.5,
+            "pause": {"median_s": 0.16, "p90_s": 0.31},
+            "max_context": 1500,
+        }
+    )
+    plan = xgpt.plan(
+        model="opt-13b",
+        cluster="h100x8",
+        devices=2,
+        workload=workload_of_law("short chats", law),
+        latency_bound_s=None,
+        ttft_s=0.72,
+        session_wait_s=8.0,
+        quantile=0.9,
+    )
+    found = plan.estimate.sessions
+    assert found is not None and plan.search.gap is not None
+    trace, profile = repeated(sample_of(law), 16), profile_of(plan, None)
+    sessions, rng = trace.sessions, np.random.default_rng(5)
+    assert sessions is not None
+    times = np.zeros(len(trace.input))
+    gaps = rng.exponential(plan.replicas / found.rate_per_s / 0.97, sessions.num_sessions)
+    times[sessions.first] = np.cumsum(gaps)
+    # Higher rates are kept for a while. Then K/V is evicted before its turn comes back, and waits grow.
+    run = run_sessions(plan, profile, trace._replace(timestamp_s=times))
+    last = run.of_sessions(run.ttft_s)[-sessions.num_sessions // 4 :]
+    assert np.quantile(last, 0.9) < 8 and np.quantile(run.ttft_s[-len(run.ttft_s) // 4 :], 0.9) < 0.72

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema.workload import Pause, SessionLaw, Workload
-from xgpt.core.turns import FIRST, TraceSessions
+from xgpt.core.turns import FIRST, Ints, TraceSessions
 from xgpt.core.workload import Floats, TraceLengths, binned, draw, histogram, spread_of
 
 
@@ -83,12 +84,46 @@ def pauses(law: Pause, count: int, rng: np.random.Generator) -> Floats:
     return np.minimum(drawn, law.max_s)
 
 
+SAMPLE_TURNS, LEAST_SESSIONS = 3000, 40
+
+
+@lru_cache(maxsize=8)
+def sample_of(law: SessionLaw, seed: int = 0) -> TraceLengths:
+    """Return sessions, about `SAMPLE_TURNS` turns, that stand for a law. Plans are simulated with
+    them, and ceilings hold for them.
+    """
+    turns = histogram(law.turns).mean
+    if law.subagents is not None:
+        turns *= 1 + law.subagents.share * histogram(law.subagents.turns).mean
+    return draw_sessions(
+        law, 2 * max(LEAST_SESSIONS // 2, round(SAMPLE_TURNS / turns / 2)), np.random.default_rng(seed)
+    )
+
+
+def turns_of(law: SessionLaw) -> float:
+    """Return the mean number of turns of a session."""
+    sample = sample_of(law)
+    assert sample.sessions is not None
+    return len(sample.input) / sample.sessions.num_sessions
+
+
+def repeated(trace: TraceLengths, times: int) -> TraceLengths:
+    sessions, count = trace.sessions, len(trace.input)
+    assert sessions is not None
+    copy = np.repeat(np.arange(times), count)
+
+    def moved(places: Ints, by: int) -> Ints:
+        return np.where(np.tile(places, times) == FIRST, FIRST, np.tile(places, times) + by * copy)
+
+    number, after = moved(sessions.session, sessions.num_sessions), moved(sessions.after, count)
+    like, pause, common = moved(sessions.like, count), np.tile(sessions.pause_s, times), np.tile(sessions.common, times)
+    inputs, outputs = np.tile(trace.input, times), np.tile(trace.output, times)
+    return TraceLengths(inputs, outputs, None, sessions=TraceSessions(number, after, pause, like, common))
+
+
 def workload_of_law(name: str, law: SessionLaw) -> Workload:
-    trace = draw_sessions(law, NUM_DRAWN, np.random.default_rng(0))
-    return Workload(name=name, input=binned(trace.input), output=binned(trace.output), sessions=law)
-
-
-NUM_DRAWN = 400
+    sample = sample_of(law)
+    return Workload(name=name, input=binned(sample.input), output=binned(sample.output), sessions=law)
 
 
 def law_of(trace: TraceLengths) -> SessionLaw:

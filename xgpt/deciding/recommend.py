@@ -22,6 +22,7 @@ from xgpt.core.schema.recommendation import (
     OfferedCluster,
     Sized,
 )
+from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, at_load, enough
@@ -32,7 +33,7 @@ from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
-from xsimulator.session_rate import SessionTrial, per_session, turns_of
+from xsimulator.session_rate import SessionTrial, per_session
 
 BOUNDED: tuple[BoundName, ...] = ("latency", "TTFT", "TPOT", "session waiting", "session time")
 """Names of what users bound, in the order of `times_at`."""

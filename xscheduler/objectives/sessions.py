@@ -24,7 +24,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, SearchMethod
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
-from xgpt.core.sessions import draw_sessions
+from xgpt.core.sessions import sample_of, turns_of
 from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
 from xscheduler.arrival_bounds import LEAST_QUANTILE, loosened
@@ -38,7 +38,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
-from xsimulator.session_rate import DRAWN_SESSIONS, PRECISION, SEED, SessionTrial, turns_of
+from xsimulator.session_rate import PRECISION, SessionTrial
 
 KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
 SHARES = (1.0, 0.6, 0.2)
@@ -90,7 +90,7 @@ class _KeptTurns:
     def of(cls, problem: Problem) -> _KeptTurns:
         law = problem.workload.sessions
         assert law is not None
-        trace = draw_sessions(law, DRAWN_SESSIONS, np.random.default_rng(SEED))
+        trace = sample_of(law)
         sessions = trace.sessions
         assert sessions is not None
         most = np.minimum(sessions.common, trace.input - 1)
@@ -100,8 +100,13 @@ class _KeptTurns:
         saved = _prefill_s(problem, most) - _prefill_s(problem, shared)
         return cls(trace, shared, own, np.argsort(-saved / np.maximum(token_s, 1e-9), kind="stable"), token_s)
 
+    @property
+    def num_sessions(self) -> int:
+        assert self.trace.sessions is not None
+        return self.trace.sessions.num_sessions
+
     def found(self, token_s: float) -> Ints:
-        left = token_s * DRAWN_SESSIONS - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
+        left = token_s * self.num_sessions - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
         part = np.clip(left / np.maximum(self.token_s[self.order], 1e-9), 0.0, 1.0)
         found = self.shared.copy()
         found[self.order] += np.floor(part * self.own[self.order]).astype(int)
@@ -173,7 +178,7 @@ class _SessionSearch:
         }
 
     def _rankings(self) -> list[Scheduler]:
-        all_token_s = float(self._turns.token_s.sum()) / DRAWN_SESSIONS
+        all_token_s = float(self._turns.token_s.sum()) / self._turns.num_sessions
         found = []
         for share in SHARES:
             cached = self._turns.found(share * all_token_s)
