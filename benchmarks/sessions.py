@@ -2,16 +2,17 @@
 measurements of what turns find in the cache.
 
     python -m benchmarks.sessions brute --problems 10
-    python -m benchmarks.sessions attack --problems 500
+    python -m benchmarks.sessions attack --last 500
     python -m benchmarks.sessions flips
     python -m benchmarks.sessions published
 """
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import click
 import numpy as np
@@ -134,14 +135,16 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--problems", default=500, show_default=True)
 @click.option("--first", default=0, show_default=True)
+@click.option("--last", default=499, show_default=True)
 @click.option("--tries", default=6, show_default=True)
 @click.option("--seconds", default=1000.0, show_default=True)
-def attack(problems: int, first: int, tries: int, seconds: float) -> None:
-    """Attack the ceiling of random problems by random settings."""
-    began, excesses, gaps, none = time.monotonic(), list[float](), list[float](), 0
-    for seed in range(first, first + problems):
+def attack(first: int, last: int, tries: int, seconds: float) -> None:
+    """Attack the ceiling of random problems by random settings. Each problem is a line, so that a file of lines can be
+    gone on with.
+    """
+    began = time.monotonic()
+    for seed in range(first, last + 1):
         if time.monotonic() - began > seconds:
             break
         rng = np.random.default_rng(seed)
@@ -149,26 +152,37 @@ def attack(problems: int, first: int, tries: int, seconds: float) -> None:
             problem = random_problem(rng)
             found = next(iter(found_in_sessions(problem).values()))
         except InfeasibleError:
-            none += 1
+            click.echo(json.dumps({"seed": seed}))
             continue
-        most, rate = found.ceiling.most, found.plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
+        rate = found.plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
         best = max(rate, attacked(problem, rng, tries))
-        if most is None:
-            none += 1
-            continue
-        excesses.append(best / most - 1)
-        gaps.append(best / rate - 1)
-        if best > most or best > 1.05 * rate:
-            click.echo(f"{seed}: best {best:.4g}, plan {rate:.4g}, ceiling {most:.4g}")
-    count = len(excesses)
-    over = [excess for excess in excesses if excess > 0]
-    better = [gap for gap in gaps if gap > 0.02]
-    click.echo(
-        f"{first} to {seed}: {count} problems ({none} more without a plan or a ceiling): {len(over)} ceilings "
-        f"exceeded, by at most {max(over, default=0.0):.1%}; random settings beat the plan by more than 2% in "
-        f"{len(better)}, by at most {max(gaps, default=0.0):.1%}; median ceiling / best "
-        f"{1 / (1 + float(np.median(excesses))):.2f}"
+        click.echo(json.dumps({"seed": seed, "plan": rate, "best": best, "ceiling": found.ceiling.most}))
+
+
+@main.command()
+@click.argument("lines", type=click.File())
+def attacks(lines: TextIO) -> None:
+    """Sum up what `attack` has written."""
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    found = [row for row in rows if row.get("ceiling")]
+    over, gains = ([row["best"] / row[name] - 1 for row in found] for name in ("ceiling", "plan"))
+    claim = (
+        "Of the ceilings of {count} random problems, {over} are exceeded, by at most {most}. In {better}, settings "
+        "drawn at random serve over 2% more than the plan, by at most {gain}. The median ceiling is {gap} times the "
+        "best rate. The table has the problems in which the plan loses most."
     )
+    figures = {
+        "count": f"{len(found)}",
+        "over": f"{sum(each > 0 for each in over)}",
+        "most": f"{max(0.0, *over):.1%}",
+        "better": f"{sum(each > 0.02 for each in gains)}",
+        "gain": f"{max(gains):.1%}",
+        "gap": f"{1 / (1 + float(np.median(over))):.2f}",
+    }
+    table = ["| problem | plan, turns/s | best | ceiling |", "|---|---|---|---|"]
+    for row in sorted(found, key=lambda row: row["plan"] / row["best"])[:5]:
+        table.append(f"| {row['seed']} | {row['plan']:.4g} | {row['best']:.4g} | {row['ceiling']:.4g} |")
+    record("sessions/ceiling", claim, table, **figures)
 
 
 @main.command()

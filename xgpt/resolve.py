@@ -19,6 +19,7 @@ from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
 from xgpt.core.schema.workload import SessionSpec
 from xgpt.core.sessions import law_of, workload_of_law
+from xgpt.core.trace_turns import continued
 from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
 from xgpt.core.workload import TraceLengths, histogram
 
@@ -228,9 +229,9 @@ def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
 
 
 def in_sessions(name: str) -> Workload:
-    trace = load_trace(name)
-    if trace is None or trace.sessions is None:
-        says = "it has no sessions: give a law of sessions (YAML), or a log whose rows name their session"
+    trace = load_sessions(name)
+    if trace is None:
+        says = "it has no sessions: give a law of sessions (YAML), or a log whose rows name their session or blocks"
         raise InputError("workload", name, says)
     return workload_of_law(trace_name(find_config("workloads", name)), law_of(trace))
 
@@ -248,6 +249,13 @@ def _law(path: Path) -> Workload | None:
 def load_trace(name: str) -> TraceLengths | None:
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
+
+
+def load_sessions(name: str) -> TraceLengths | None:
+    trace = load_trace(name)
+    if trace is None or trace.sessions is not None:
+        return trace
+    return None if trace.prefixes is None else continued(trace)
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from xgpt.core.schema.documents import SessionsOutput
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import Floats
 from xgpt.requests import BenchRequest, LoadFields, SimulateRequest
-from xgpt.resolve import in_sessions, load_trace, workload_of
+from xgpt.resolve import in_sessions, load_sessions, workload_of
 from xgpt.tuning.metrics import read_page
 from xsimulator.measures import RequestTimes
 from xsimulator.session_rate import SessionTrial, per_session
@@ -47,7 +47,7 @@ def simulate_sessions(plan: Plan, profile: Profile, workload: Workload, request:
             raise InputError(name, value, "it applies only to independent requests: leave it out")
     draft: PlanDraft = plan.but(workload=workload)
     if request.own_times:
-        log = load_trace(request.workload) if isinstance(request.workload, str) else None
+        log = load_sessions(request.workload) if isinstance(request.workload, str) else None
         if log is None or log.sessions is None:
             raise InputError("own_times", True, "it needs a log with sessions as `workload`")
         run = replay_log(draft, profile, log).run

@@ -25,7 +25,7 @@ from xgpt.deciding.recommend import own_first, recommend
 from xgpt.deciding.sizing import Sizing
 from xgpt.problems import resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
-from xgpt.resolve import load_of, load_trace, workload_of
+from xgpt.resolve import load_of, load_sessions, workload_of
 from xgpt.serving.checking import check_planned
 from xprofiler.store import profile_of
 from xscheduler.expression import maximised
@@ -145,7 +145,7 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
 
 def _replaying(found: Found, problem: Problem, name: str) -> Found:
     """Return a schedule with the shares of a log's turns and sessions that keep the bounds under it."""
-    log, sessions = load_trace(name), found.draft.estimate.sessions
+    log, sessions = load_sessions(name), found.draft.estimate.sessions
     if log is None or log.timestamp_s is None or sessions is None:
         return found
     kept = replay_sessions(found.draft, problem.profile, log)

@@ -1,6 +1,9 @@
-"""Find the sessions of a trace's rows: by the names of sessions or parents, or as answers of one conversation."""
+"""Find the sessions of a trace's rows: by names of sessions or parents, as answers of a conversation, or by blocks."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -8,6 +11,7 @@ from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.trace_files import Role
 from xgpt.core.trace_rows import Row, plain
 from xgpt.core.turns import FIRST, Floats, Ints, TraceSessions
+from xgpt.core.workload import TraceLengths
 
 ANSWER_S = 0.02
 NAMES: tuple[Role, ...] = ("session", "id", "parent")
@@ -31,10 +35,13 @@ class TurnRows:
             for role in ("id", "session"):
                 if names[role]:
                     self._last[role, names[role]] = len(self._after)
+        self._delay_name = row.delay_name or self._delay_name
+        return self.follow(before, delay, end)
+
+    def follow(self, before: int, delay: float | None = None, end: float | None = None) -> int:
         self._after.append(before)
         self._delays.append(delay)
         self._ends.append(end)
-        self._delay_name = row.delay_name or self._delay_name
         return before
 
     def sessions(
@@ -78,6 +85,27 @@ class TurnRows:
         if times is None and not pause.any():
             notes.append("no row states a pause: turns follow each other at once")
         return TraceSessions(np.unique(number, return_inverse=True)[1], after, pause, after.copy(), common)
+
+
+def continued(trace: TraceLengths) -> TraceLengths | None:
+    """Return a trace whose rows name no sessions, with those that its blocks show, or None. The next turn is the first
+    longer prompt that begins with all whole blocks of a prompt, the last of which was new there. What over two different
+    blocks follow is a prefix that sessions share: in a session, they are the rest of the prompt, and the next turn.
+    """
+    assert trace.prefixes is not None
+    rows, last, known, nexts = TurnRows(), dict[int, int](), set[int](), defaultdict[int, set[int]](set)
+    for ids in trace.prefixes.prompts:
+        for id_, following in pairwise(ids):
+            nexts[id_].add(following)
+    for i, ids in enumerate(trace.prefixes.prompts):
+        whole = ids[: int(trace.input[i]) // trace.prefixes.block_size]
+        before = (id_ for id_ in reversed(whole) if id_ in last and trace.input[i] > trace.input[last[id_]])
+        rows.follow(next((last.pop(id_) for id_ in before), FIRST))
+        if whole and whole[-1] not in known and len(nexts[whole[-1]]) <= 2:
+            last[whole[-1]] = i
+        known.update(whole)
+    sessions = rows.sessions(trace.input, trace.output, trace.timestamp_s, 1.0, trace.prefixes, [])
+    return None if sessions is None else trace._replace(sessions=sessions, prefixes=None)
 
 
 def _unit_s(name: str) -> float:

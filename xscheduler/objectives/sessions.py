@@ -1,8 +1,8 @@
 """Find the plan that serves the most sessions a second within the bounds, and prove how many no plan serves.
 
 *Search.* How much of its prompt a turn finds depends on the plan and on the rate, and the rate on what turns find. So
-plans are ranked in closed form at several shares of found tokens and several divisions of memory, and the best are
-simulated with their sessions (`xsimulator.session_rate`), as are their neighbours.
+for each number of replicas and several divisions of their memory, plans are ranked in closed form at the rate at which
+both agree. The best are simulated with their sessions (`xsimulator.session_rate`), as are their neighbours.
 
 *Ceiling.* A turn finds K/V only if it stayed in memory through the pause before the turn. By Little's law, sessions
 that begin at rate r keep `r E[sum of found tokens x pause]` tokens on average, which is at most the memory M. So what
@@ -15,14 +15,16 @@ that the bounded quantile of a session's waiting is not below its mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Ceiling, Constraint, Pinned, PlanDraft, SearchMethod
+from xgpt.core.schema.constraint import Objective
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xgpt.core.sessions import sample_of, turns_of
 from xgpt.core.turns import FIRST, Floats, Ints
@@ -35,17 +37,17 @@ from xscheduler.objectives.base import simulating
 from xscheduler.objectives.capacities import in_sessions
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
-from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.schedule import scheduler
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
 from xsimulator.session_rate import PRECISION, SessionTrial
 
 KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
-SHARES = (1.0, 0.6, 0.2)
-"""Shares of the tokens that could be found, at which plans are ranked."""
-KEPT = (0.2, 0.6)
-"""Shares of K/V memory kept between turns, at which plans are ranked."""
-MOST_RANKED, MOST_MOVES = 3, 12
+KEPT = (0.1, 0.4, 0.7)
+"""Shares of each replica's K/V memory kept between turns, at which plans are ranked."""
+AGREEING = 3
+"""Steps in which a ranking's rate and what turns find at this rate come to agree."""
+MOST_RANKED, MOST_MOVES = 2, 12
 """Plans of each ranking that are simulated, and moves to better neighbours."""
 HALVINGS = 7
 BOUND = "the throughput, by Little's law over sessions, if memory kept what saves most prefill"
@@ -106,11 +108,24 @@ class _KeptTurns:
         return self.trace.sessions.num_sessions
 
     def found(self, token_s: float) -> Ints:
-        left = token_s * self.num_sessions - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
+        left = min(token_s, 1e18) * self.num_sessions - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
         part = np.clip(left / np.maximum(self.token_s[self.order], 1e-9), 0.0, 1.0)
         found = self.shared.copy()
         found[self.order] += np.floor(part * self.own[self.order]).astype(int)
         return found
+
+    def kept_longest(self, token_s: float) -> Ints:
+        """Return what turns find if all that is kept stays equally long, as under LRU (Che's approximation), for
+        `token_s` token-seconds a session.
+        """
+        sessions = self.trace.sessions
+        assert sessions is not None
+        is_last = np.isin(np.arange(len(self.own)), sessions.after, invert=True)
+        tokens = float((self.trace.input + self.trace.output - self.shared)[is_last].sum())
+        kept_s = np.quantile(sessions.pause_s, np.linspace(0.0, 1.0, 200))
+        needed = [tokens * each + float(self.own @ np.minimum(sessions.pause_s, each)) for each in kept_s]
+        longest = np.interp(token_s * self.num_sessions, needed, kept_s)
+        return self.shared + np.where(sessions.pause_s <= longest, self.own, 0)
 
     def reused(self, found: Ints, kept_tokens: float, *, holds_prompts: bool = True) -> Reused:
         most = float((self.shared + self.own).sum() / self.trace.input.sum())
@@ -136,7 +151,6 @@ class _SessionSearch:
         self._of_turns = scheduler(problem, search).problem.constraint.but(
             session_wait_s=None, session_time_s=None, arrival_rate_per_s=None, **self._means()
         )
-        self._memory: float | None = None
         self._best: dict[str, tuple[PlanDraft, float]] = {}
         self._tried: set[object] = set()
         self._num_tried = 0
@@ -154,10 +168,8 @@ class _SessionSearch:
 
     def found(self, policy: PolicyChoice) -> dict[str, Found]:
         ceiling = self.ceiling()
-        for by in self._rankings():
-            for kind in self._kinds:
-                for draft, rate in Arrivals(by).of_kind(kind, MOST_RANKED):
-                    self._try(kind, draft, rate)
+        for kind, draft, rate in self._ranked():
+            self._try(kind, draft, rate)
         for kind in self._kinds:
             self._climb(kind)
         kept = {kind: best for kind, best in self._best.items() if best[1] > 0}
@@ -177,29 +189,40 @@ class _SessionSearch:
             for i, (kind, (draft, rate)) in enumerate(ordered)
         }
 
-    def _rankings(self) -> list[Scheduler]:
-        all_token_s = float(self._turns.token_s.sum()) / self._turns.num_sessions
-        found = []
-        for share in SHARES:
-            cached = self._turns.found(share * all_token_s)
-            for kept in KEPT:
-                reused = self._turns.reused(cached, kept * self.memory)
-                constraint = self._of_turns.but(objective="arrivals")
-                problem = replace(self._problem, reused=reused, constraint=constraint)
-                found.append(scheduler(problem, self._search))
+    def _ranked(self) -> Iterator[tuple[str, PlanDraft, float]]:
+        for replicas, memory in self._memories.items():
+            for share in KEPT:
+                cached, rate, best = self._turns.found(np.inf), 0.0, dict[str, list[tuple[PlanDraft, float]]]()
+                for _ in range(AGREEING):
+                    reused = self._turns.reused(cached, share * memory / replicas)
+                    by = Arrivals(scheduler(self._at(reused, "arrivals"), self._search))
+                    ranked = {kind: by.of_kind(kind, MOST_RANKED, replicas) for kind in self._kinds}
+                    highest = max((each[0][1] for each in ranked.values() if each), default=0.0)
+                    if not highest:
+                        break
+                    best, rate = ranked, (rate * highest) ** 0.5 or highest
+                    cached = self._turns.kept_longest(share * memory * self._num_turns / rate)
+                yield from ((kind, draft, rate) for kind, each in best.items() for draft, rate in each)
+
+    def _at(self, reused: Reused, objective: Objective) -> Problem:
+        constraint = self._of_turns
+        if objective == "saturated":
+            constraint = loosened(constraint, Lengths(self._problem.workload, reused))
+        return replace(self._problem, reused=reused, constraint=constraint.but(objective=objective))
+
+    @cached_property
+    def _memories(self) -> dict[int, float]:
+        """K/V memory in tokens of all replicas together, at most, for each number of replicas."""
+        by, found = scheduler(replace(self._problem, constraint=self._of_turns), self._search), dict[int, float]()
+        for space in (space for kind in self._kinds for space in by.candidates.spaces(kind)):
+            replicas, limits = space.placement.replicas, space.limits
+            tokens = replicas * limits.block_size * float(limits.memory.blocks_beside(1.0)[0])
+            found[replicas] = max(tokens, found.get(replicas, 0.0))
         return found
 
     @property
     def memory(self) -> float:
-        if self._memory is None:
-            by = scheduler(replace(self._problem, constraint=self._of_turns), self._search)
-            each = [
-                space.placement.replicas * space.limits.block_size * float(space.limits.memory.blocks_beside(1.0)[0])
-                for kind in self._kinds
-                for space in by.candidates.spaces(kind)
-            ]
-            self._memory = max(each, default=0.0)
-        return self._memory
+        return max(self._memories.values(), default=0.0)
 
     def ceiling(self) -> Ceiling:
         low, high = 0.0, self._bound(np.inf)
@@ -217,11 +240,8 @@ class _SessionSearch:
         return Ceiling((1 + PRECISION) * high, BOUND)  # to which rates are simulated
 
     def _bound(self, token_s: float) -> float:
-        law = self._problem.workload.sessions
-        assert law is not None
-        reused = self._turns.reused(self._turns.found(min(token_s, 1e18)), 0.0, holds_prompts=False)
-        relaxed = loosened(self._of_turns, Lengths(self._problem.workload, reused)).but(objective="saturated")
-        by = scheduler(replace(self._problem, reused=reused, constraint=relaxed), self._search)
+        reused = self._turns.reused(self._turns.found(token_s), 0.0, holds_prompts=False)
+        by = scheduler(self._at(reused, "saturated"), self._search)
         try:
             found = by.found(self._kinds)
         except InfeasibleError:
@@ -254,7 +274,7 @@ class _SessionSearch:
 
     def _climb(self, kind: str) -> None:
         reused = self._turns.reused(self._turns.found(np.inf), 0.0)
-        by = scheduler(replace(self._problem, reused=reused, constraint=self._of_turns.but(objective="arrivals")))
+        by = scheduler(self._at(reused, "arrivals"))
         for _ in range(MOST_MOVES):
             if kind not in self._best:
                 return

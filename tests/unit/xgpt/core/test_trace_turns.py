@@ -12,6 +12,7 @@ from xgpt.core.sessions import law_of
 from xgpt.core.traces import read_lengths
 from xgpt.core.turns import TraceSessions
 from xgpt.core.workload import TraceLengths
+from xgpt.resolve import in_sessions, load_sessions
 
 
 def _read(path: Path, text: str) -> tuple[TraceLengths, TraceSessions]:
@@ -64,6 +65,26 @@ def test_chats_with_parents_have_the_blocks_in_common(tmp_path: Path) -> None:
     )
     _, sessions = _read(tmp_path / "t.jsonl", text)
     assert sessions.common.tolist() == [0, 32] and sessions.pause_s[1] == pytest.approx(9.5 - 0.4)
+
+
+def test_mooncakes_rows_are_turns_if_their_blocks_continue(tmp_path: Path) -> None:
+    rows = [  # three users after a system prompt of two blocks; the third one's request comes twice
+        (0, 1200, [1, 2, 10]),
+        (1000, 1100, [1, 2, 11]),
+        (3000, 1700, [1, 2, 20, 21]),
+        (4000, 1700, [1, 2, 20, 21]),
+        (9000, 2600, [1, 2, 20, 22, 23, 24]),
+        (60_000, 3200, [1, 2, 20, 22, 23, 25, 26]),
+    ]
+    text = _lines(*({"timestamp": t, "input_length": n, "output_length": 50, "hash_ids": ids} for t, n, ids in rows))
+    (tmp_path / "t.jsonl").write_text(text)
+    named = str(tmp_path / "t.jsonl")
+    found = load_sessions(named)
+    assert found is not None and found.sessions is not None
+    assert found.sessions.after.tolist() == [-1, -1, -1, -1, 2, 4]
+    assert found.sessions.common.tolist() == [0, 0, 0, 0, 1536, 2560]
+    assert found.sessions.pause_s[4:].tolist() == pytest.approx([6.0 - 1.0, 51.0 - 1.0])
+    assert in_sessions(named).sessions is not None
 
 
 def test_answers_of_a_conversation_are_turns(tmp_path: Path) -> None:
