@@ -89,8 +89,8 @@ class TurnRows:
 
 def continued(trace: TraceLengths) -> TraceLengths | None:
     """Return a trace whose rows name no sessions, with those that its blocks show, or None. The next turn is the first
-    longer prompt that begins with all whole blocks of a prompt, the last of which was new there. What over two different
-    blocks follow is a prefix that sessions share: in a session, they are the rest of the prompt, and the next turn.
+    longer prompt that begins with all whole blocks of a prompt, the last of which was new there. In a session, two
+    different blocks follow it: the prompt's last one, and the next turn's. More follow a prefix that sessions share.
     """
     assert trace.prefixes is not None
     rows, last, known, nexts = TurnRows(), dict[int, int](), set[int](), defaultdict[int, set[int]](set)

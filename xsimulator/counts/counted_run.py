@@ -1,5 +1,5 @@
 """Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles the runs of one
-lane, and stores them on disk.
+lane and of replicas, and stores them on disk.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+
 from xgpt.core import policies
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -15,8 +17,8 @@ from xgpt.core.policies.slack import StepClock
 from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, StepTimes, Surface
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.counts import one_lane_arrivals
-from xsimulator.counts.arrivals import Kv, Run, Stream
+from xsimulator.counts import one_lane_arrivals, routed
+from xsimulator.counts.arrivals import NONE, TURN, Kv, Run, Stream, TurnStream
 from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
@@ -96,7 +98,7 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    if is_compiled() and is_kept(one_lane_arrivals.run_in_time):
+    if all(is_kept(each) for each in (one_lane_arrivals.run, one_lane_arrivals.run_in_time, routed.run_routed)):
         return
     spec = load_model("opt-125m")[0]
     curve = Curve(points=(1, 2), seconds=(1e-3, 2e-3))
@@ -120,6 +122,11 @@ def main() -> None:
     for first_tokens in (None, FirstTokens(StepClock(times), 10**9)):
         settings = LaneSettings(mix=True, max_batch=1, first_tokens=first_tokens)
         OneLaneRun(settings, cost, Kv(8, 16), Stream([1], [1], 1, [0])).run()
+    turns = np.ones(1, TURN)
+    turns["session"], turns["child"] = 0, NONE
+    lane = LaneSettings(mix=True, max_batch=1)
+    runs = [OneLaneRun(lane, cost, Kv(8, 16), Stream([1], [1], 1, [0])) for _ in range(2)]
+    routed.RoutedRun(runs, TurnStream(turns, 0), routed.BY_SESSION, 0.0).run()
 
 
 if __name__ == "__main__":
