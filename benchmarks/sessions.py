@@ -1,210 +1,33 @@
-"""Sessions: brute force on small problems, the ceiling attacked by random settings, decisions that flip, and published
-measurements of what turns find in the cache.
+"""Sessions: decisions that flip, and what turns find in the cache: measured by others, and if pauses were known.
 
-    python -m benchmarks.sessions brute --problems 10
-    python -m benchmarks.sessions attack --last 500
-    python -m benchmarks.sessions flips
-    python -m benchmarks.sessions published
+python -m benchmarks.sessions flips
+python -m benchmarks.sessions evictions
+python -m benchmarks.sessions published
 """
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import replace
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import click
 import numpy as np
 
 import xgpt
 from benchmarks.lib.results import record
-from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import SearchEffort
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import workload_of_law
 from xgpt.core.turns import FIRST, TraceSessions
 from xgpt.core.workload import TraceLengths
-from xgpt.problems import resolve
-from xgpt.requests import plan_request
 from xprofiler.store import profile_of
 from xscheduler.objectives.capacities import ROUTES
-from xscheduler.objectives.sessions import KINDS, found_in_sessions
-from xscheduler.problem import Problem
-from xscheduler.schedule import scheduler
 from xsimulator.run import run_requests
 from xsimulator.session_rate import SessionTrial
-from xsimulator.sessions import logged_turns
-
-CLUSTERS = (("h100x1", 1), ("h200x1", 1), ("a100x16", 2), ("h100x8", 2), ("l40sx8", 4))
-MODELS = ("llama-3.1-8b", "opt-13b", "qwen3-8b")
-
-
-def random_law(rng: np.random.Generator, most: int) -> SessionLaw:
-    """Return a law of sessions whose contexts hold at most `most` tokens."""
-
-    def between(low: float, high: float) -> int:
-        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
-
-    shared = int(rng.choice([0, between(64, most // 4)]))
-    added, output, first = between(20, most // 8), between(8, min(most // 8, 100)), between(50, most // 4)
-    pause = float(np.exp(rng.uniform(np.log(0.05), np.log(20))))
-    return SessionLaw.model_validate(
-        {
-            "turns": {"kind": "uniform", "min": 1, "max": between(2, 12)},
-            "shared_prefix": shared,
-            "first_input": {"kind": "uniform", "min": max(1, first // 2), "max": 2 * first},
-            "added_input": {"kind": "uniform", "min": max(1, added // 3), "max": 2 * added},
-            "output": {"kind": "uniform", "min": max(1, output // 3), "max": 2 * output},
-            "left_out": float(rng.choice([0.0, 0.5])),
-            "pause": {"median_s": pause, "p90_s": float(pause * rng.uniform(1.1, 8))},
-            "max_context": most,
-        }
-    )
-
-
-def random_problem(rng: np.random.Generator) -> Problem:
-    """Return a problem of short sessions. Its runs are as long as a plan's: in runs of 2,000 turns, queues that grow do
-    not yet break bounds, so that rates above the ceiling seem to be kept.
-    """
-    model = str(rng.choice(MODELS))
-    most = 1500 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
-    workload = workload_of_law("random", random_law(rng, most))
-    ttft, tpot = float(np.exp(rng.uniform(-1, 2))), float(np.exp(rng.uniform(-3.5, -1.5)))
-    asked: dict[str, float] = {"ttft_s": ttft, "session_wait_s": float(ttft * rng.uniform(1, 12))}
-    if rng.random() < 0.5:
-        asked["tpot_s"] = tpot
-    cluster, devices = CLUSTERS[int(rng.integers(len(CLUSTERS)))]
-    request = plan_request(
-        model=model,
-        cluster=cluster,
-        devices=devices,
-        workload=workload,
-        quantile=float(rng.choice([0.9, 0.95, 0.99])),
-        **asked,
-    )
-    return resolve(request)
-
-
-EFFORT = SearchEffort(method="given", evaluations=1, space_size=1, seconds=0.0)
-
-
-def attacked(problem: Problem, rng: np.random.Generator, tries: int) -> float:
-    """Return the highest rate of random settings, in turns a second."""
-    constraint = scheduler(problem).problem.constraint
-    by = scheduler(replace(problem, constraint=constraint.but(session_wait_s=None, session_time_s=None)))
-    spaces = [space for kind in KINDS for space in by.candidates.spaces(kind) if space.num_points]
-    best = 0.0
-    for _ in range(tries if spaces else 0):
-        space = spaces[int(rng.integers(len(spaces)))]
-        columns = space.points(rng.integers(space.num_points, size=1))
-        settings = space.settings(columns, 0)
-        draft = by.draft_at(space, settings, EFFORT)
-        if draft is None:
-            continue
-        draft = draft.but(constraint=constraint)
-        trial = SessionTrial(draft, problem.profile)
-        start = best * 1.02 or 0.3 * draft.estimate.throughput_rps
-        if best and not trial.keeps(start / trial.turns):
-            continue
-        rate = trial.highest(start / trial.turns) * trial.turns
-        best = max(best, rate)
-    return best
-
-
-def brute_force(problem: Problem) -> float:
-    """Return the highest rate of all settings, in turns a second."""
-    constraint = scheduler(problem).problem.constraint
-    by = scheduler(replace(problem, constraint=constraint.but(session_wait_s=None, session_time_s=None)))
-    best = 0.0
-    for space in (space for kind in KINDS for space in by.candidates.spaces(kind)):
-        columns = space.points(np.arange(space.num_points))
-        for i in range(space.num_points):
-            draft = by.draft_at(space, space.settings(columns, i), EFFORT)
-            if draft is None:
-                continue
-            trial = SessionTrial(draft.but(constraint=constraint), problem.profile)
-            if not best or trial.keeps(1.001 * best / trial.turns):
-                best = max(best, trial.highest((best or 1.0) / trial.turns) * trial.turns)
-    return best
+from xsimulator.sessions import TurnTimes, logged_turns, shared_tokens
 
 
 @click.group()
 def main() -> None:
     pass
-
-
-@main.command()
-@click.option("--first", default=0, show_default=True)
-@click.option("--last", default=499, show_default=True)
-@click.option("--tries", default=6, show_default=True)
-@click.option("--seconds", default=1000.0, show_default=True)
-def attack(first: int, last: int, tries: int, seconds: float) -> None:
-    """Attack the ceiling of random problems by random settings. Each problem is a line, so that a file of lines can be
-    gone on with.
-    """
-    began = time.monotonic()
-    for seed in range(first, last + 1):
-        if time.monotonic() - began > seconds:
-            break
-        rng = np.random.default_rng(seed)
-        try:
-            problem = random_problem(rng)
-            found = next(iter(found_in_sessions(problem).values()))
-        except InfeasibleError:
-            click.echo(json.dumps({"seed": seed}))
-            continue
-        rate = found.plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
-        best = max(rate, attacked(problem, rng, tries))
-        click.echo(json.dumps({"seed": seed, "plan": rate, "best": best, "ceiling": found.ceiling.most}))
-
-
-@main.command()
-@click.argument("lines", type=click.File())
-def attacks(lines: TextIO) -> None:
-    """Sum up what `attack` has written."""
-    rows = [json.loads(line) for line in lines if line.startswith("{")]
-    found = [row for row in rows if row.get("ceiling")]
-    over, gains = ([row["best"] / row[name] - 1 for row in found] for name in ("ceiling", "plan"))
-    claim = (
-        "Of the ceilings of {count} random problems, {over} are exceeded, by at most {most}. In {better}, settings "
-        "drawn at random serve over 2% more than the plan, by at most {gain}. The median ceiling is {gap} times the "
-        "best rate. The table has the problems in which the plan loses most."
-    )
-    figures = {
-        "count": f"{len(found)}",
-        "over": f"{sum(each > 0 for each in over)}",
-        "most": f"{max(0.0, *over):.1%}",
-        "better": f"{sum(each > 0.02 for each in gains)}",
-        "gain": f"{max(gains):.1%}",
-        "gap": f"{1 / (1 + float(np.median(over))):.2f}",
-    }
-    table = ["| problem | plan, turns/s | best | ceiling |", "|---|---|---|---|"]
-    for row in sorted(found, key=lambda row: row["plan"] / row["best"])[:5]:
-        table.append(f"| {row['seed']} | {row['plan']:.4g} | {row['best']:.4g} | {row['ceiling']:.4g} |")
-    record("sessions/ceiling", claim, table, **figures)
-
-
-@main.command()
-@click.option("--problems", default=10, show_default=True)
-def brute(problems: int) -> None:
-    """Compare plans with the best of all settings on small problems."""
-    table, seed = ["| problem | settings | plan, turns/s | best of all | lost |", "|---|---|---|---|---|"], 0
-    while len(table) < problems + 2:
-        seed += 1
-        rng = np.random.default_rng(10_000 + seed)
-        problem = replace(random_problem(rng), fixed={"token_budget": int(rng.choice([512, 2048]))})
-        if problem.max_devices != 1:
-            continue
-        try:
-            plan = next(iter(found_in_sessions(problem).values())).plan
-        except InfeasibleError:
-            continue
-        best, rate = brute_force(problem), plan.estimate.capacity.rate_per_s  # type: ignore[union-attr]
-        table.append(
-            f"| {seed} | {plan.search.space_size} | {rate:.4g} | {best:.4g} | {max(0.0, 1 - rate / best):.1%} |"
-        )
-        click.echo(table[-1])
 
 
 def _lognormal(median: int, p90: int, most: int) -> dict[str, object]:
@@ -264,24 +87,29 @@ FLIPS = {
 }
 
 
+def _on_four(name: str) -> xgpt.Plan:
+    model, bounds, law = FLIPS[name]
+    return xgpt.plan(
+        model=model,
+        cluster="h100x8",
+        devices=4,
+        workload=workload_of_law(name, SessionLaw.model_validate(law)),
+        latency_bound_s=None,
+        quantile=0.9,
+        policy="chunked",
+        fix={"tp": 1, "replicas": 4},
+        **bounds,  # type: ignore[arg-type]
+    )
+
+
 @main.command()
 def flips() -> None:
     """Compare routers, and keeping K/V with computing it anew and with host memory, on four replicas of one device."""
     columns = "sessions | by session, 1/s | by prefix | by load | each replica alone, kept | computed anew | from host"
     table = [f"| {columns} |", "|---|---|---|---|---|---|---|"]
     gains = dict[str, float]()
-    for name, (model, bounds, law) in FLIPS.items():
-        plan = xgpt.plan(
-            model=model,
-            cluster="h100x8",
-            devices=4,
-            workload=workload_of_law(name, SessionLaw.model_validate(law)),
-            latency_bound_s=None,
-            quantile=0.9,
-            policy="chunked",
-            fix={"tp": 1, "replicas": 4},
-            **bounds,  # type: ignore[arg-type]
-        )
+    for name in FLIPS:
+        plan = _on_four(name)
         assert plan.estimate.sessions is not None
         found, profile = plan.estimate.sessions, profile_of(plan, None)
         rates = {route: SessionTrial(plan, profile, route=route).highest(found.rate_per_s) for route in ROUTES}
@@ -297,6 +125,62 @@ def flips() -> None:
     )
     figures = {"more": f"{gains[high]:.2f} times", "less": f"{gains[low]:.2f} times", "high": high, "low": low}
     record("sessions/routes", claim, table, **figures)
+
+
+def share_found(run: TurnTimes, tokens: int, *, knows_pauses: bool) -> float:
+    """Return the share of prompt tokens that turns find in a memory for so many tokens, at the times of a run. What is
+    evicted is either what was used least recently, or what comes back last.
+    """
+    trace, sessions = run.trace, run.trace.sessions
+    assert sessions is not None
+    back_s = np.full(len(trace.input), np.inf)
+    later = np.flatnonzero(sessions.after != FIRST)
+    back_s[sessions.after[later]] = run.arrived_s[later]
+    shared, running, hits = shared_tokens(trace), 0, 0
+    kept = dict[int, list[float]]()  # session: tokens, and how long it may stay
+    order = sorted([(at, 1, i) for i, at in enumerate(run.arrived_s)] + [(at, 0, i) for i, at in enumerate(run.end_s)])
+    for at, arrives, i in order:
+        own, size = int(sessions.session[i]), int(trace.input[i] + trace.output[i]) - shared
+        if arrives:
+            found = kept.pop(own, (0,))[0] if sessions.after[i] != FIRST else 0
+            hits += min(int(found) + shared, int(sessions.common[i]), int(trace.input[i]) - 1)
+            running += size
+        else:
+            running -= size
+            kept[own] = [size, -back_s[i] if knows_pauses else at]
+        excess = running + shared + sum(each[0] for each in kept.values()) - tokens
+        while excess > 0 and kept:
+            worst = min(kept, key=lambda one: kept[one][1])
+            less = min(excess, kept[worst][0])
+            kept[worst][0] -= less
+            excess -= less
+            if not kept[worst][0]:
+                del kept[worst]
+    return hits / int(trace.input.sum())
+
+
+@main.command()
+def evictions() -> None:
+    """Compare evicting what was used least recently with evicting what comes back last, which needs to know pauses."""
+    table = ["| sessions | least recently used | comes back last | nothing evicted |", "|---|---|---|---|"]
+    gains = list[float]()
+    for name in FLIPS:
+        plan = _on_four(name)
+        assert plan.estimate.sessions is not None
+        trial = SessionTrial(plan, profile_of(plan, None))
+        for more in (1.0, 1.3):
+            run = trial.at(more * plan.estimate.sessions.rate_per_s).times
+            tokens = plan.stages[0].kv_blocks * plan.block_size
+            lru, oracle = (share_found(run, tokens, knows_pauses=each) for each in (False, True))
+            gains.append(oracle - lru)
+            rate = "highest rate" if more == 1 else f"{more:g} times that rate"
+            table.append(f"| {name}, {rate} | {lru:.3f} | {oracle:.3f} | {trial.most_share:.3f} |")
+            click.echo(table[-1])
+    claim = (
+        "If the engine knew how long each session pauses, and evicted what comes back last, turns would find at most "
+        "{most} more of their prompt tokens than under least recently used, at the same times of a simulated replica."
+    )
+    record("sessions/evictions", claim, table, most=f"{100 * max(gains):.1f} percentage points")
 
 
 class Published(NamedTuple):

@@ -161,7 +161,7 @@ def test_what_a_plan_keeps_is_kept_four_times_as_long_and_below_its_ceiling() ->
     sessions, rng = trace.sessions, np.random.default_rng(5)
     assert sessions is not None
     times = np.zeros(len(trace.input))
-    gaps = rng.exponential(plan.replicas / found.rate_per_s / 0.97, sessions.num_sessions)
+    gaps = rng.exponential(plan.replicas / found.rate_per_s / 0.95, sessions.num_sessions)
     times[sessions.first] = np.cumsum(gaps)
     # Higher rates are kept for a while. Then K/V is evicted before its turn comes back, and waits grow.
     run = run_sessions(plan, profile, trace._replace(timestamp_s=times))
