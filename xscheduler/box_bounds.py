@@ -60,7 +60,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     if fast is not None:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
     least, most, on_floor = evaluation.lesser.take(low), evaluation.performance.take(high), floor.lesser.take(low)
-    micro = np.full(len(most.throughput), float(space.placement.microbatches))
+    micro = np.full(len(most.encode_batch), float(space.placement.microbatches))
     left = _most_left(floor, corners)
     latency_s = np.where(left > 0, space.constraint.allowed_latency_s, 0.0) * np.where(left > 0, left, 1.0)
     per_replica = space.forecast.box_throughput(space.models.floor, least, most, on_floor, micro, latency_s)

@@ -149,7 +149,7 @@ class Space:
         other.left = left
         if between != self.between:
             other.between = between
-            for name in ("capacity", "axes", "searched", "enumerated", "lines", "_line_axes"):
+            for name in ("capacity", "axes", "searched", "enumerated", "lines", "_line_axes", "num_points"):
                 vars(other).pop(name, None)
         return other
 
@@ -294,7 +294,7 @@ class Space:
             return None
         return self.searched.index(inner), self.searched.index(outer), counts.tolist()
 
-    @property
+    @cached_property
     def num_points(self) -> int:
         return int(self.lines[2].sum())
 
@@ -422,7 +422,7 @@ class Evaluation:
         lesser: Callable[[Ints], Performance] | None = None,
     ) -> None:
         self.performance = performance
-        self.left: Array = np.ones(len(performance.throughput)) if left is None else left
+        self.left: Array = np.ones(len(performance.encode_batch)) if left is None else left
         self._lesser = lesser
         self._constraint = space.constraint
         self._space = space

@@ -8,10 +8,12 @@ throughput X(k) of the schedule with k requests, or at X(n) if k exceeds the num
 where s is the coefficient of variation of the time for which a request occupies a slot. If slots become free together,
 after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
-- the time until the next step that may admit it, uniform over the time between two such steps. If prompts have an
-  encode lane of their own, this is instead the wait of an M/G/n queue for the lane's n groups (1 for a pipeline):
-  P(W > w) = C(n, u) exp(-2 n (1 - u) w / (s (1 + c^2))) for prompts that take s, with coefficient of variation c. C is
-  Erlang's, the share of arrivals that find all groups busy if each is busy for the share u of the time;
+- the time until the next step that may admit it, uniform over the time between two such steps;
+- the wait for prompts ahead, if prompts have an encode lane of their own or, under a bound on TTFT, if one step of many
+  admits a batch. It is that of an M/G/n queue for the lane's n groups (1 for a pipeline and for batches): there is none
+  with probability 1 - C(n, u), and else P(W > w) = exp(-2 n (1 - u) w / (s (1 + c^2))) for prompts that take s, with
+  coefficient of variation c. C is Erlang's, the share of arrivals that find all groups busy if each is busy for the
+  share u of the time. A lane admits a prompt at once, and a batch of b prompts in a cycle T takes s = T / b for each;
 - if all n slots are taken, the wait for a slot, exponentially distributed since the tail of P is geometric;
 - its running time, with the step times of the schedule with k + 1 requests.
 
@@ -50,7 +52,10 @@ RATE_STEPS = 14
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Quantiles that divide output lengths into groups. The mean represents each group."""
 
-LANE_LOADS = np.asarray([0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0])
+DRAINS = np.asarray([0.0, 0.15, 0.4, 0.8, 1.4, 2.0, 4.0, 10.0, 40.0])
+"""Rates at which the wait for prompts ahead ends. The unit of time is that of a prompt in the encode lane, or else the
+time between two steps that admit requests.
+"""
 
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
@@ -63,9 +68,11 @@ class LoadPoints(NamedTuple):
 
     Attributes:
         work: for each state k, the sum_{j<=k} log X(j). # [n, states]
-        late_at: for each state k, the share of late requests among those that run with k others. If there is an encode
-            lane, for each of `LANE_LOADS`. # [n, states, 1 or lane loads]
-        lane_s: seconds of the encode lane for a prompt. # [n, states]
+        late_at: for each state k, the share of late requests among those that run with k others: of those that find no
+            prompt ahead, and of the others for each of `DRAINS`. # [n, states, 1 or 1 + drains]
+        ahead_s: seconds until one more prompt is admitted. # [n, states]
+        drain: rate at which the wait for prompts ahead ends, divided by the share of time in which there is none.
+            # [n, states]
         log_width: log of the count of numbers of requests that each state represents. # [n, states]
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
@@ -76,7 +83,8 @@ class LoadPoints(NamedTuple):
     saturation: Array
     work: Array
     late_at: Array
-    lane_s: Array
+    ahead_s: Array
+    drain: Array
     log_width: Array
     last: npt.NDArray[np.intp]
     share: Array
@@ -87,15 +95,18 @@ class LoadPoints(NamedTuple):
     inside: Array
     beyond: Array
 
-    def late_at_rate(self, rate: Array) -> Array:
+    def late_at_rate(self, rate: Array, groups: int) -> Array:
+        at_once = self.late_at[..., 0]
         if self.late_at.shape[-1] == 1:
-            return self.late_at[..., 0]
-        load = np.minimum(rate[:, None] * self.lane_s, 1.0)
-        index = np.minimum(LANE_LOADS.searchsorted(load, side="right"), len(LANE_LOADS) - 1)[..., None]
-        low, high = (np.take_along_axis(self.late_at, at, axis=2)[..., 0] for at in (index - 1, index))
-        start, end = LANE_LOADS[index - 1][..., 0], LANE_LOADS[index][..., 0]
-        late: Array = low + (high - low) * (load - start) / (end - start)
-        return late
+            return at_once
+        busy = np.minimum(rate[:, None] * self.ahead_s, 1.0)
+        drain = np.minimum((1 - busy) * self.drain, DRAINS[-1])
+        index = np.minimum(DRAINS.searchsorted(drain, side="right"), len(DRAINS) - 1)
+        low, high = (np.take_along_axis(self.late_at, at[..., None], axis=2)[..., 0] for at in (index, index + 1))
+        start, end = DRAINS[index - 1], DRAINS[index]
+        behind: Array = low + (high - low) * (drain - start) / (end - start)
+        found: Array = at_once + share_waiting(groups, busy) * (behind - at_once)
+        return found
 
     def longer(self, drain: Array) -> Array:
         """Return the probability that a request waits too long for its admission.
@@ -132,14 +143,13 @@ class LoadCurves:
         shape = (-1, num_loads)
         ttft, tpot, throughput = (curve.reshape(shape) for curve in (found.ttft, found.tpot, found.throughput))
         self._ttft, self._tpot, self._gate = ttft, tpot, np.maximum(found.gate.reshape(shape), 1e-12)
-        self._prompt_s, self._lane_s = (
-            each.reshape(shape) for each in (found.prompt_s, found.gate / found.encode_batch)
-        )
-        self._groups = groups
-        self._loads = LANE_LOADS if stations.has_encode_lane else np.ones(1)
+        self._prompt_s, self._batch = (each.reshape(shape) for each in (found.prompt_s, found.encode_batch))
+        self._has_lane, self._groups = stations.has_encode_lane, groups
+        self._has_prompts_ahead = self._has_lane or (goal.ttft_s is not None and not stations.admits_each_step)
         own = np.minimum(found.encode_batch * found.prompt_s / found.ttft, 1.0)
-        self._lane_spread = 1 + (own**2 * (lengths.mean_square_input / lengths.mean_input**2 - 1)).reshape(shape)
-        """1 + c^2 for the time c that a prompt takes in the encode lane."""
+        spread = 1 + (own**2 * (lengths.mean_square_input / lengths.mean_input**2 - 1)).reshape(shape)
+        self._drain: Array = 2 / spread
+        self._ahead_s: Array = self._gate / self._batch if self._has_lane else self._gate
         # The throughput of a schedule never falls with a larger batch. If it falls in the closed form, rounding is the
         # reason.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
@@ -171,16 +181,22 @@ class LoadCurves:
             self._slow = np.where(self._decodes > 0, 1 - ndtr(room), 0.0)
         lates = [(self._slow + (1 - self._slow) * late) @ self._shares for late in self._late_after(left)]
         self._late: Array = np.stack(lates, axis=-1)
-        """# [curves, loads, 1 or lane loads]"""
+        """# [curves, loads, 1 or 1 + drains]"""
 
     def _late_after(self, left: Array) -> Iterator[Array]:
-        if len(self._loads) == 1:
-            with np.errstate(invalid="ignore"):
-                yield np.where(np.isinf(left), 0.0, np.clip(1 - left / self._gate[..., None], 0.0, 1.0))
+        gate = self._gate[..., None]
+        if self._has_lane:
+            yield (left < 0).astype(float)
+            waiting = np.clip(left, 0.0, 1e12) / self._ahead_s[..., None]
+            yield from (np.where(left < 0, 1.0, np.exp(-drain * waiting)) for drain in DRAINS)
             return
-        decay = (2 / (self._lane_s * self._lane_spread))[..., None] * np.clip(left, 0.0, 1e12)
-        for load in self._loads:
-            yield np.where(left < 0, 1.0, share_waiting(self._groups, load) * np.exp(-(1 - load) * decay))
+        at_once = np.clip(1 - left / gate, 0.0, 1.0)
+        yield at_once
+        if self._has_prompts_ahead:
+            yield np.ones_like(left)
+            inside, beyond = np.clip(left / gate, 0.0, 1.0), np.maximum(left / gate - 1, 0.0)
+            for drain in DRAINS[1:]:
+                yield at_once + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / drain
 
     def _set_states(self) -> None:
         """Choose the numbers k of requests to evaluate. For each, compute sum_{j<=k} log X(j), and the share of late
@@ -192,14 +208,15 @@ class LoadCurves:
         self._states = np.unique(np.minimum(np.concatenate([few, np.round(many)]), most).astype(int))
         ks = np.arange(1, most + 1)
         self._work = np.empty((len(self._inside), len(self._states)))
-        self._late_at = np.empty((*self._work.shape, len(self._loads)))
-        self._lane_s_at = np.empty_like(self._work)
+        self._late_at = np.empty((*self._work.shape, self._late.shape[-1]))
+        self._ahead_s_at, self._drain_at = np.empty((2, *self._work.shape))
         for i, (inside, throughput) in enumerate(zip(self._inside, self.saturation, strict=True)):
             rates = np.where(ks < inside[0], throughput[0] * ks / inside[0], np.interp(ks, inside, throughput))
             total = np.concatenate([[0.0], np.cumsum(np.log(np.maximum(rates, 1e-300)))])
             self._work[i] = total[self._states]
-            self._lane_s_at[i] = np.interp(self._states + 1, inside, self._lane_s[i])
-            for j in range(len(self._loads)):
+            self._ahead_s_at[i] = np.interp(self._states + 1, inside, self._ahead_s[i])
+            self._drain_at[i] = np.interp(self._states + 1, inside, self._drain[i])
+            for j in range(self._late.shape[-1]):
                 self._late_at[i, :, j] = np.interp(self._states + 1, inside, self._late[i, :, j])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
@@ -212,11 +229,13 @@ class LoadCurves:
         before, after = self._states[index], self._states[index + 1]
         left, gate = self._left[curves, loads], self._gate[curves, loads][:, None]
         inside = np.clip(left, 0.0, gate)
+        batch = np.ones_like(gate) if self._has_lane else self._batch[curves, loads][:, None]
         return LoadPoints(
             saturation=self.saturation[curves, loads],
             work=self._work[curves],
             late_at=self._late_at[curves],
-            lane_s=self._lane_s_at[curves],
+            ahead_s=self._ahead_s_at[curves] / batch,
+            drain=self._drain_at[curves] * batch,
             log_width=log_width,
             last=index,
             share=np.clip((places - 1 - before) / (after - before), 0.0, 1.0),
@@ -255,7 +274,7 @@ class LoadCurves:
         tail = last + log_load - np.log(-np.expm1(decay))
         top = np.maximum(log_p.max(axis=1), tail)
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
-        late = (p * points.late_at_rate(rate)).sum(axis=1)
+        late = (p * points.late_at_rate(rate, self._groups)).sum(axis=1)
         return _AtRate(late, tail, p.sum(axis=1) + tail, -decay * saturation)
 
     def _longer(self, points: LoadPoints, drain: Array) -> Array:

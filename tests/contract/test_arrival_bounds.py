@@ -19,7 +19,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, PlanDraft, SearchEffort, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
-from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
+from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, longest_step, loosened
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
 from xscheduler.objectives import arrivals, branches
@@ -381,6 +381,25 @@ def test_prompts_at_several_micro_batches_wait_less_and_take_longer() -> None:
 
 
 @pytest.mark.long
+def test_short_outputs_need_short_iterations_where_their_prompts_have_a_lane() -> None:
+    """Between its two tokens, a request waits for its K/V and for the next iteration, in 98 of 100 cases that count."""
+    bound = Constraint(tpot_s=0.1, quantile=0.99)
+    assert longest_step(bound, lengths({2: 1.0}), 0.01, 1e9) == pytest.approx(0.09 / 1.98, rel=1e-3)
+    assert longest_step(bound, lengths({2: 1.0}), 0.0, 1e-9) == pytest.approx(0.1, rel=1e-3)
+    assert longest_step(bound, lengths({1001: 1.0}), 0.01, 1e9) == pytest.approx(0.1, rel=2e-3)
+
+
+@pytest.mark.long
+def test_tight_bounds_on_first_tokens_and_gaps_leave_a_narrow_gap() -> None:
+    """Of 109% without the way of a prompt through all stages, short outputs and runs of every setting."""
+    bounds = Constraint(objective="arrivals", ttft_s=0.051, tpot_s=0.0033, headroom=0.0)
+    subject = problem("llama-3.1-8b", "h100x8", "azure-conv").under(bounds)
+    plan = next(iter(plan_each(subject, "waa").values()))
+    assert rate_of(plan) > 15
+    assert plan.search.gap is not None
+    assert plan.search.gap < 0.2
+
+
 def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def evenly(*values: int) -> Histogram:
         return Histogram(lengths=values, probabilities=(1 / len(values),) * len(values))

@@ -216,10 +216,32 @@ class Performance:
     filling: Array
 
     def at(self, index: int) -> dict[str, float]:
-        return {name: float(getattr(self, name)[index]) for name in self.__slots__}
+        return {name: float(getattr(self, name)[index]) for name in Performance.__slots__}
 
     def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
-        return Performance(*(getattr(self, name)[indices] for name in self.__slots__))
+        return Performance(*(getattr(self, name)[indices] for name in Performance.__slots__))
+
+
+class SizesFirst(Performance):
+    """Predictions of which only some fields are known at first. The others are computed once one of them is read."""
+
+    __slots__ = ("_known", "_others")
+
+    def __init__(self, known: dict[str, Array], others: Callable[[], dict[str, Array]]) -> None:
+        for name, values in {"_known": known, "_others": others, **known}.items():
+            object.__setattr__(self, name, values)
+
+    def __getattr__(self, name: str) -> Any:  # called for a field that is not set
+        if name not in Performance.__slots__:
+            raise AttributeError(name)
+        for field, values in self._others().items():
+            object.__setattr__(self, field, values)
+        return object.__getattribute__(self, name)
+
+    def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
+        known = {name: values[indices] for name, values in self._known.items()}
+        others = [name for name in Performance.__slots__ if name not in known]
+        return SizesFirst(known, lambda: {name: getattr(self, name)[indices] for name in others})
 
 
 def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:

@@ -59,6 +59,12 @@ class OneLaneModel:
         sums = [self.pipeline.counts[None] @ whole.values, after @ whole.values, after @ alone.values]
         return Table(whole.points, np.concatenate([alone.values, *sums]))
 
+    def prompt_s(self, prompts: Array) -> Array:
+        """Return the seconds by which a step that encodes whole prompts takes longer with one more prompt."""
+        through = len(self.lane.kinds)
+        found: Array = self.encode_table(prompts + 1)[through] - self.encode_table(prompts)[through]
+        return found
+
     @cached_property
     def decode_table(self) -> ContextTable:
         """Seconds of a step that only decodes, by number of requests and their context: without hops on each kind of

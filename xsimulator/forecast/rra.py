@@ -131,7 +131,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         peak_tokens=1.1 * tokens + lengths.max_input,
         cycle=cycle,
         gate=cycle,
-        prompt_s=np.maximum(ttft - tpot, 0.0),
+        prompt_s=model.prompt_s(each),
         bubble=pipeline.bubble(work, cycle),
         filling=filling * rounds.anywhere[:, -1],
     )

@@ -103,7 +103,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
         peak_tokens=_most_tokens(lengths, each),
         cycle=cycle,
         gate=cycle,
-        prompt_s=np.maximum(ttft - tpot, 0.0),
+        prompt_s=model.prompt_s(each),
         bubble=model.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),
         filling=np.zeros_like(cycle),
     )

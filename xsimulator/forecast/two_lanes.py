@@ -17,13 +17,15 @@ ExeGPT sec. 4.1, 6, for the case B = B_E E[S]. Encode and decode then take turns
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost, StepCounts, TransferCost
-from xsimulator.forecast.base import Performance
+from xsimulator.forecast.base import Performance, SizesFirst
 from xsimulator.forecast.lane_balance import FINER, GRID, LEVELS, LanePair, Stays, Waiting, locate, size_for
 from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
@@ -80,9 +82,20 @@ class TwoLaneModel:
 
     def evaluate(self, encode_batch: Array, cap: Array, microbatches: Array) -> Performance:
         """Return the predictions for candidates. `cap` is the largest number of requests in both lanes. # [n] each"""
-        lengths = self.lengths
+        tokens = encode_batch * self.lengths.mean_input
+        sizes = {
+            "encode_batch": encode_batch,
+            "encode_tokens": tokens,
+            "peak_requests": cap,
+            "peak_variance": np.zeros_like(cap),
+            "peak_tokens": 1.1 * tokens + self.lengths.max_input,
+        }
+        return SizesFirst(sizes, partial(self._times, encode_batch, cap, microbatches))
+
+    def _times(self, encode_batch: Array, cap: Array, microbatches: Array) -> dict[str, Array]:
+        """Return the fields of `Performance` that the balance of the lanes decides."""
         through, interval, moving, sd = self._encoding(encode_batch)
-        tokens, stages = encode_batch * lengths.mean_input, self._encoding.num_stages
+        stages = self._encoding.num_stages
         limit = encode_batch / np.maximum(interval, moving)
         rounds = self._decoding.rounds(encode_batch, encode_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, encode_batch, through, moving, microbatches, rounds)
@@ -101,24 +114,19 @@ class TwoLaneModel:
         ttft = encoding + (0.0 if emits else first_gap)
         latency = encoding + ((first_gap + (decodes - 1) * step) if decodes else 0.0)
         has_first_gap = emits and 1 / mean_decodes > 0.01
-        return Performance(
-            throughput=throughput,
-            latency=latency,
-            ttft=ttft,
-            tpot=(latency - ttft) / max(decodes - (not emits), 1),
-            itl_p99=first_gap if has_first_gap else slow,
-            encode_batch=encode_batch,
-            encode_tokens=tokens,
-            decode_batch=batch,
-            peak_requests=cap,
-            peak_variance=np.zeros_like(cap),
-            peak_tokens=1.1 * tokens + lengths.max_input,
-            cycle=encode_batch / throughput,
-            gate=interval,
-            prompt_s=self._encoding(encode_batch + 1).through - through,
-            bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
-            filling=np.zeros_like(step),
-        )
+        return {
+            "throughput": throughput,
+            "latency": latency,
+            "ttft": ttft,
+            "tpot": (latency - ttft) / max(decodes - (not emits), 1),
+            "itl_p99": first_gap if has_first_gap else slow,
+            "decode_batch": batch,
+            "cycle": encode_batch / throughput,
+            "gate": interval,
+            "prompt_s": self._encoding(encode_batch + 1).through - through,
+            "bubble": self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
+            "filling": np.zeros_like(step),
+        }
 
     def most(
         self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: Array

@@ -7,6 +7,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.core.schema import Constraint, Goal, Histogram, Workload
+from xscheduler.arrival_rate import curves_of
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
@@ -52,6 +53,24 @@ def test_beyond_saturation_nothing_is_in_time() -> None:
     assert late(one_place(2.0, 100.0), 0.6) == 1
     assert highest_rates([one_place(2.0, 1e6)])[0, -1] == pytest.approx(0.5, rel=0.01)
     assert highest_rates([one_place(2.0, 1.9)]).max() == 0
+
+
+def test_only_the_best_rate_is_exact_if_only_it_is_asked_for() -> None:
+    asked = problem("llama-3.1-8b", "h200x1", "azure-conv", 8.0)
+    space = Scheduler(asked).candidates.spaces("chunked")[0]
+    largest = {"max_batch": np.asarray([8, 64, 256]), "token_budget": np.asarray([256, 1024, 4096])}
+    performance = space.evaluate(curves_of(largest, space.forecast)).performance
+    (goal,) = asked.constraint.goals
+    curves = [LoadCurves(space.forecast.stations, performance, space.lengths, goal)]
+    every, best = (highest_rates(curves, only_best=only) for only in (False, True))
+    assert best.max() == every.max() > 0
+    assert best.argmax() == every.argmax()
+    assert (best <= every).all()
+    assert (best < every).any()
+    points = curves[0].points(*np.nonzero(every))
+    for factor in (0.99, 1.01):
+        late = curves[0].late(points, factor * every[every > 0])
+        assert ((late <= 1 - goal.quantile) == curves[0].keeps(points, factor * every[every > 0])).all()
 
 
 def test_a_looser_bound_is_kept_at_a_higher_rate() -> None:

@@ -183,6 +183,20 @@ def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float
     assert f"{number - 1} device{'s are' if number > 2 else ' is'} not enough: " in found.why_not_fewer
 
 
+def test_a_guess_spares_judging_most_numbers_of_devices() -> None:
+    judged = list[int]()
+
+    def judge(number: int, wanted: float) -> Judged:
+        judged.append(number)
+        return Judged(float(number > 4), "too slow", needed=5)
+
+    assert fewest_devices(32, judge, 0.9).number == 5
+    assert judged == [32, 5, 4]
+    for needed in (0, 2, 30):
+        wrong = fewest_devices(32, lambda number, wanted, needed=needed: Judged(float(number > 4), "", needed), 0.9)
+        assert wrong.number == 5
+
+
 def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
     """Two thirds of the requests never come to the decode lane; the tail is of those that do."""
     asked = subject("opt-13b", "a40x4", "summarization")
