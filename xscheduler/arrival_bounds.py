@@ -64,7 +64,7 @@ LEAST_QUANTILE = 0.9
 """If at least this share of the requests must keep a bound on a time, the mean time must also keep the bound."""
 LENIENT = 2.0
 """Multiple of the allowed share of late requests. More break a bound whatever the fortune of a few requests."""
-NUM_PROMPTS = 24
+NUM_PROMPTS, NUM_MOVING = 24, 9
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Number of randomly drawn arrivals at a queue with one server and with several. The queue is empty at first."""
@@ -237,32 +237,42 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
     return waits
 
 
-def longest_step(constraint: Constraint, lengths: Lengths, moving_s: float, rate: float) -> float:
-    """Return an upper bound on the mean time of an iteration, in s, if prompts have a lane of their own.
+def paced(constraint: Constraint, lengths: Lengths, moving_s: float, rate: float) -> Constraint:
+    """Return the bounds with a tighter one on TPOT for a saturated engine whose prompts have a lane of their own.
 
     After a prompt has been encoded, its K/V is moved, and the request waits for the next iteration to begin. This time
-    counts between its first two tokens, so short outputs need shorter iterations. The wait is uniform over an iteration
-    while the decode lane is busy, that is, except with the probability that no request decodes (Poisson).
+    counts between its first two tokens, so short outputs need shorter iterations than the long ones whose TPOT closed
+    forms predict. The wait is uniform over an iteration while the decode lane is busy, that is, except with the
+    probability that no request decodes (Poisson). The bound holds for all times of moving from `moving_s` on.
 
     Args:
         moving_s: lower bound on the seconds to move the K/V of a prompt of the mean length.
         rate: requests a second at one replica.
     """
-    assert constraint.tpot_s is not None
+    longest = lengths.decodes_at(constraint.planned_quantile)
+    if constraint.tpot_s is None or not longest:
+        return constraint
     allowed = LENIENT * (1 - (constraint.tpot_quantile or constraint.quantile))
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, 1 - allowed)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
-    moved = moving_s * prompts / lengths.mean_input
-    most_s = constraint.tpot_s / (1 + constraint.headroom)
-    low, high = 0.0, most_s
+    most_s, share_of_mean = constraint.tpot_s / (1 + constraint.headroom), prompts / lengths.mean_input
+    some = decodes > 0
+    room_s = (most_s * decodes[some, None] / share_of_mean).ravel()
+    order = np.argsort(room_s)
+    reached = np.cumsum(np.outer(shares[some], of_prompts).ravel()[order])
+    longest_s = room_s[order][min(int(np.searchsorted(reached, allowed)), len(order) - 1)]
+    moving = np.linspace(moving_s, max(moving_s, longest_s), NUM_MOVING)[:, None, None]
+    moved = moving * share_of_mean  # [moving, 1, prompts]
+    low, high = np.zeros_like(moving), np.full_like(moving, most_s)
     for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        left = np.outer(decodes, np.full(len(moved), most_s - middle)) - moved
-        waits = np.clip(1 - left / middle, 0.0, 1.0) * -np.expm1(-rate * lengths.mean_decodes * middle)
-        late = np.where(left < 0, 1.0, waits) @ of_prompts
-        is_late = float(shares @ np.where(decodes > 0, late, 0.0)) > allowed
-        low, high = (low, middle) if is_late else (middle, high)
-    return high
+        step = (low + high) / 2
+        left = decodes[some, None] * (most_s - step) - moved
+        waits = np.clip(1 - left / step, 0.0, 1.0) * -np.expm1(-rate * lengths.mean_decodes * step)
+        late = np.where(left < 0, 1.0, waits) @ of_prompts  # [moving, decodes]
+        is_late = (late @ shares[some] > allowed)[:, None, None]
+        low, high = np.where(is_late, low, step), np.where(is_late, step, high)
+    tpot = high * (1 + 0.5 / longest) + moving / longest
+    return constraint.but(tpot_s=min(constraint.tpot_s, float(tpot.max()) * (1 + constraint.headroom)))
 
 
 class GroupTimes(NamedTuple):

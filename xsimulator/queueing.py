@@ -52,7 +52,7 @@ RATE_STEPS = 14
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Quantiles that divide output lengths into groups. The mean represents each group."""
 
-DRAINS = np.asarray([0.0, 0.15, 0.4, 0.8, 1.4, 2.0, 4.0, 10.0, 40.0])
+DRAINS = np.asarray([0.0, 0.03, 0.06, 0.12, 0.24, 0.4, 0.6, 0.9, 1.2, 1.6, 2.0, 4.0, 10.0, 40.0])
 """Rates at which the wait for prompts ahead ends. The unit of time is that of a prompt in the encode lane, or else the
 time between two steps that admit requests.
 """
@@ -100,10 +100,11 @@ class LoadPoints(NamedTuple):
         if self.late_at.shape[-1] == 1:
             return at_once
         busy = np.minimum(rate[:, None] * self.ahead_s, 1.0)
-        drain = np.minimum((1 - busy) * self.drain, DRAINS[-1])
-        index = np.minimum(DRAINS.searchsorted(drain, side="right"), len(DRAINS) - 1)
+        drains = DRAINS[: self.late_at.shape[-1] - 1]
+        drain = np.minimum((1 - busy) * self.drain, drains[-1])
+        index = np.minimum(drains.searchsorted(drain, side="right"), len(drains) - 1)
         low, high = (np.take_along_axis(self.late_at, at[..., None], axis=2)[..., 0] for at in (index, index + 1))
-        start, end = DRAINS[index - 1], DRAINS[index]
+        start, end = drains[index - 1], drains[index]
         behind: Array = low + (high - low) * (drain - start) / (end - start)
         found: Array = at_once + share_waiting(groups, busy) * (behind - at_once)
         return found
@@ -188,7 +189,8 @@ class LoadCurves:
         if self._has_lane:
             yield (left < 0).astype(float)
             waiting = np.clip(left, 0.0, 1e12) / self._ahead_s[..., None]
-            yield from (np.where(left < 0, 1.0, np.exp(-drain * waiting)) for drain in DRAINS)
+            for drain in DRAINS[DRAINS <= 2]:  # 2 (1 - u) / (1 + c^2)
+                yield np.where(left < 0, 1.0, np.exp(-drain * waiting))
             return
         at_once = np.clip(1 - left / gate, 0.0, 1.0)
         yield at_once

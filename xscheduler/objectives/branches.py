@@ -19,7 +19,7 @@ import numpy as np
 
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint, PlanDraft, PolicySettings
-from xscheduler.arrival_bounds import GroupTimes, PromptSteps, Waits, longest_step, loosened, shortened
+from xscheduler.arrival_bounds import GroupTimes, PromptSteps, Waits, loosened, paced, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import UpperBound, upper_bound
@@ -173,13 +173,12 @@ class Branch:
     def _relaxed_at(self, rate: float) -> Space:
         """Return the relaxed space. If prompts have a lane, the bound on TPOT is tighter the higher the rate."""
         relaxed, constraint = self.relaxed, self.relaxed.constraint
-        if not self._has_lanes or constraint.tpot_s is None:
+        if not self._has_lanes or constraint.tpot_s is None or relaxed.models.floor.decode.has_encoder:
             return relaxed
         if rate < self._at_rate[0]:
             self._searched.clear()
-            moving_s, of_one = relaxed.models.floor.moving_s, rate / self.space.placement.replicas
-            step_s = longest_step(constraint, self.space.lengths, moving_s, of_one)
-            bounds = constraint.but(tpot_s=step_s * (1 + constraint.headroom))
+            of_one = rate / self.space.placement.replicas
+            bounds = paced(constraint, self.space.lengths, relaxed.models.floor.moving_s, of_one)
             self._at_rate = rate, relaxed.under(bounds, relaxed.bound, between=True)
         return self._at_rate[1]
 
