@@ -1,5 +1,5 @@
-"""Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles the runs of one
-lane and of replicas, and stores them on disk.
+"""Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles all runs, and
+stores them on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xgpt.core.policies.slack import StepClock
 from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, StepTimes, Surface
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.counts import one_lane_arrivals, routed
+from xsimulator.counts import one_lane_arrivals, routed, two_lane_arrivals
 from xsimulator.counts.arrivals import NONE, TURN, Kv, Run, Stream, TurnStream
 from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
@@ -98,7 +98,8 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    if all(is_kept(each) for each in (one_lane_arrivals.run, one_lane_arrivals.run_in_time, routed.run_routed)):
+    entries = one_lane_arrivals.run, one_lane_arrivals.run_in_time, two_lane_arrivals.run, routed.run_routed
+    if all(map(is_kept, entries)):
         return
     spec = load_model("opt-125m")[0]
     curve = Curve(points=(1, 2), seconds=(1e-3, 2e-3))
@@ -112,20 +113,22 @@ def main() -> None:
         embedding=curve,
         head=curve,
         overhead=curve,
+        kv_transfer=curve,
         spread=0.0,
     )
-    cost = LaneCost(spec, profile, whole(spec))
+    cost, request = LaneCost(spec, profile, whole(spec)), (Kv(8, 16), Stream([1], [1], 1, [0]))
     seconds = (1e-3, 2e-3)
     times = StepTimes(
         tokens=(0, 1), tokens_s=seconds, prompts=(0, 1), prompts_s=seconds, decode_s=0.0, context_s=0.0, error=0.0
     )
     for first_tokens in (None, FirstTokens(StepClock(times), 10**9)):
         settings = LaneSettings(mix=True, max_batch=1, first_tokens=first_tokens)
-        OneLaneRun(settings, cost, Kv(8, 16), Stream([1], [1], 1, [0])).run()
+        OneLaneRun(settings, cost, *request).run()
+    TwoLaneRun(policies.TwoLaneSettings(1.0, 1, 8, 1), cost, cost, *request).run()
     turns = np.ones(1, TURN)
     turns["session"], turns["child"] = 0, NONE
     lane = LaneSettings(mix=True, max_batch=1)
-    runs = [OneLaneRun(lane, cost, Kv(8, 16), Stream([1], [1], 1, [0])) for _ in range(2)]
+    runs = [OneLaneRun(lane, cost, *request) for _ in range(2)]
     routed.RoutedRun(runs, TurnStream(turns, 0), routed.BY_SESSION, 0.0).run()
 
 
