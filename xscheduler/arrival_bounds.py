@@ -117,13 +117,14 @@ class Waits:
         self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, constraint.quantile)
         self._known: dict[tuple[int, int], _Queue] = {}
 
-    def left(self, prompt_s: float, rate: float, through_s: float) -> float:
+    def left(self, prompt_s: float, rate: float, through_s: Array | None = None) -> float:
         """Return an upper bound on the share of the latency bound that remains after waiting, if prompts go through the
         stages one after the other.
 
         Args:
-            prompt_s, through_s: lower bounds on the seconds of a prompt of the mean length on the slowest stage, and
-                through all stages.
+            prompt_s: lower bound on the seconds of a prompt of the mean length on the slowest stage.
+            through_s: lower bounds on the seconds of a prompt of each length through all stages, or None for those in
+                proportion to `prompt_s`. # [lengths]
         """
         queue = self._queue(1, prompt_s * rate)
         if queue is None or not self._keep_first(self._first(queue, prompt_s, through_s)):
@@ -155,13 +156,14 @@ class Waits:
                 continue
             full = rate / steps.microbatches * prompts  # steps a second
             pace_s = 1 / (full + max(1 - full * step_s, 0.0) / at.alone_s)
-            is_kept = self._keep_first(self._first(queue, prompt_s, prompt_s))
+            is_kept = self._keep_first(self._first(queue, prompt_s))
             if is_kept and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
                 left[i] = self._left(queue.waits * prompt_s)
         return left
 
-    def _first(self, queue: _Queue, prompt_s: float, through_s: float) -> Array:
-        first: Array = queue.all_waits * prompt_s + self._prompts[: len(queue.all_waits)] * through_s
+    def _first(self, queue: _Queue, prompt_s: float, through_s: Array | None = None) -> Array:
+        own_s = self._prompts * prompt_s if through_s is None else through_s[self._drawn]
+        first: Array = queue.all_waits * prompt_s + own_s[: len(queue.all_waits)]
         return first
 
     def _keep_first(self, first: Array) -> bool:

@@ -52,9 +52,10 @@ RATE_STEPS = 14
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Quantiles that divide output lengths into groups. The mean represents each group."""
 
-DRAINS = np.asarray([0.0, 0.03, 0.06, 0.12, 0.24, 0.4, 0.6, 0.9, 1.2, 1.6, 2.0, 4.0, 10.0, 40.0])
-"""Rates at which the wait for prompts ahead ends. The unit of time is that of a prompt in the encode lane, or else the
-time between two steps that admit requests.
+LANE_LOADS = np.asarray([0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0])
+DRAINS = np.asarray([0.0, 0.15, 0.4, 0.8, 1.4, 2.0, 4.0, 10.0, 40.0])
+"""Rates at which the wait for prompts ahead ends, if one step of many admits a batch. The unit of time is that between
+two such steps.
 """
 
 P99_DEVIATE = 2.33
@@ -68,8 +69,9 @@ class LoadPoints(NamedTuple):
 
     Attributes:
         work: for each state k, the sum_{j<=k} log X(j). # [n, states]
-        late_at: for each state k, the share of late requests among those that run with k others: of those that find no
-            prompt ahead, and of the others for each of `DRAINS`. # [n, states, 1 or 1 + drains]
+        late_at: for each state k, the share of late requests among those that run with k others. If there is an encode
+            lane, for each of `LANE_LOADS`. If one step of many admits a batch, that of those that find no prompt ahead,
+            and of the others for each of `DRAINS`. # [n, states, 1, lane loads or 1 + drains]
         ahead_s: seconds until one more prompt is admitted. # [n, states]
         drain: rate at which the wait for prompts ahead ends, divided by the share of time in which there is none.
             # [n, states]
@@ -95,19 +97,16 @@ class LoadPoints(NamedTuple):
     inside: Array
     beyond: Array
 
-    def late_at_rate(self, rate: Array, groups: int) -> Array:
-        at_once = self.late_at[..., 0]
+    def late_at_rate(self, rate: Array, *, has_lane: bool) -> Array:
         if self.late_at.shape[-1] == 1:
-            return at_once
+            return self.late_at[..., 0]
         busy = np.minimum(rate[:, None] * self.ahead_s, 1.0)
-        drains = DRAINS[: self.late_at.shape[-1] - 1]
-        drain = np.minimum((1 - busy) * self.drain, drains[-1])
-        index = np.minimum(drains.searchsorted(drain, side="right"), len(drains) - 1)
-        low, high = (np.take_along_axis(self.late_at, at[..., None], axis=2)[..., 0] for at in (index, index + 1))
-        start, end = drains[index - 1], drains[index]
-        behind: Array = low + (high - low) * (drain - start) / (end - start)
-        found: Array = at_once + share_waiting(groups, busy) * (behind - at_once)
-        return found
+        if has_lane:
+            return _between(self.late_at, LANE_LOADS, busy)
+        at_once = self.late_at[..., 0]
+        behind = _between(self.late_at[..., 1:], DRAINS, np.minimum((1 - busy) * self.drain, DRAINS[-1]))
+        late: Array = at_once + busy * (behind - at_once)
+        return late
 
     def longer(self, drain: Array) -> Array:
         """Return the probability that a request waits too long for its admission.
@@ -182,16 +181,15 @@ class LoadCurves:
             self._slow = np.where(self._decodes > 0, 1 - ndtr(room), 0.0)
         lates = [(self._slow + (1 - self._slow) * late) @ self._shares for late in self._late_after(left)]
         self._late: Array = np.stack(lates, axis=-1)
-        """# [curves, loads, 1 or 1 + drains]"""
+        """# [curves, loads, 1, lane loads or 1 + drains]"""
 
     def _late_after(self, left: Array) -> Iterator[Array]:
-        gate = self._gate[..., None]
         if self._has_lane:
-            yield (left < 0).astype(float)
-            waiting = np.clip(left, 0.0, 1e12) / self._ahead_s[..., None]
-            for drain in DRAINS[DRAINS <= 2]:  # 2 (1 - u) / (1 + c^2)
-                yield np.where(left < 0, 1.0, np.exp(-drain * waiting))
+            decay = (self._drain / self._ahead_s)[..., None] * np.clip(left, 0.0, 1e12)
+            for load in LANE_LOADS:
+                yield np.where(left < 0, 1.0, share_waiting(self._groups, load) * np.exp(-(1 - load) * decay))
             return
+        gate = self._gate[..., None]
         at_once = np.clip(1 - left / gate, 0.0, 1.0)
         yield at_once
         if self._has_prompts_ahead:
@@ -276,7 +274,7 @@ class LoadCurves:
         tail = last + log_load - np.log(-np.expm1(decay))
         top = np.maximum(log_p.max(axis=1), tail)
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
-        late = (p * points.late_at_rate(rate, self._groups)).sum(axis=1)
+        late = (p * points.late_at_rate(rate, has_lane=self._has_lane)).sum(axis=1)
         return _AtRate(late, tail, p.sum(axis=1) + tail, -decay * saturation)
 
     def _longer(self, points: LoadPoints, drain: Array) -> Array:
@@ -370,6 +368,14 @@ def _representatives(lengths: Lengths, *, is_fine: bool) -> tuple[Array, Array, 
     inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, edges)
     shares = np.outer(of_decodes, of_inputs).ravel()
     return np.repeat(decodes, len(inputs)), np.tile(inputs / lengths.mean_input, len(decodes)), shares
+
+
+def _between(values: Array, grid: Array, at: Array) -> Array:
+    """Return values that are known on a grid, interpolated at other points. # [n, states, grid], [n, states]"""
+    index = np.minimum(grid.searchsorted(at, side="right"), len(grid) - 1)
+    low, high = (np.take_along_axis(values, one[..., None], axis=2)[..., 0] for one in (index - 1, index))
+    found: Array = low + (high - low) * (at - grid[index - 1]) / (grid[index] - grid[index - 1])
+    return found
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:

@@ -142,9 +142,10 @@ class Branch:
         return len(self.space.placement.layouts) == 2
 
     @cached_property
-    def _prompts_s(self) -> list[list[float]]:
+    def _prompts_s(self) -> tuple[list[float], Array]:
         assert self._sizes is not None
-        return np.stack(self.relaxed.models.floor.prompt_s(self._sizes[1].astype(float)), axis=1).tolist()
+        floor = self.relaxed.models.floor
+        return floor.prompt_s(self._sizes[1].astype(float)).tolist(), floor.through_s()
 
     @cached_property
     def _group_times(self) -> GroupTimes:
@@ -189,9 +190,10 @@ class Branch:
         if waits is not None and self.space.placement.num_groups > 1:
             return waits.left_in_groups(self.space.placement.num_groups, self._group_times, of_one)
         if waits is not None and self._has_lanes:
-            return np.asarray([waits.left(prompt_s, of_one, through_s) for prompt_s, through_s in self._prompts_s])
+            prompts_s, through_s = self._prompts_s
+            return np.asarray([waits.left(prompt_s, of_one, through_s) for prompt_s in prompts_s])
         if waits is not None and self.prompt_s is not None:
-            return np.asarray([waits.left(self.prompt_s, of_one, self.prompt_s)])
+            return np.asarray([waits.left(self.prompt_s, of_one)])
         return np.ones(1)
 
 

@@ -34,6 +34,8 @@ FEW_BATCHES = 4
 """The closed form may predict too low a throughput if the limit on requests is smaller than this number of encode
 batches, each with one more request.
 """
+MOST_LENGTHS = 64
+"""Largest number of lengths of prompts whose times are computed. Other prompts count as the next shorter of these."""
 Bools = npt.NDArray[np.bool_]
 
 
@@ -222,16 +224,21 @@ class TwoLaneModel:
         encoders, decoders = self._encoding.pipeline.devices.sum(), self._decoding.pipeline.devices.sum()
         return 1 - (encode + decode) / (encoders + decoders)
 
-    def prompt_s(self, encode_batch: Array) -> tuple[Array, Array]:
-        """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts:
-        from one to the next, and through the lane. # [n], rising -> [n], [n]
+    def prompt_s(self, encode_batch: Array) -> Array:
+        """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts.
+        # [n], rising -> [n]
         """
-        # A prompt of several times the mean length may be a batch by itself, which takes less time per token.
-        longest = self.lengths.max_input / self.lengths.mean_input
-        sizes = np.union1d(encode_batch, np.geomspace(1.0, max(longest, 1.0), 16))
-        through = np.minimum.accumulate(self._encoding(sizes).through / sizes)
-        at_most = np.searchsorted(sizes, np.maximum(encode_batch, longest), side="right") - 1
-        return np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch), through[at_most]
+        found: Array = np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch)
+        return found
+
+    def through_s(self) -> Array:
+        """Return lower bounds on the seconds of a prompt of each length through a lane of stages. # [lengths]"""
+        values = np.unique(self.lengths.inputs)
+        some = values[np.unique(np.linspace(0, len(values) - 1, MOST_LENGTHS).round().astype(int))]
+        steps = (StepCounts.of([(0, int(tokens), 1)], []) for tokens in some)
+        times = np.asarray([sum(self.encode.step(step)) for step in steps])
+        found: Array = times[np.searchsorted(some, self.lengths.inputs, side="right") - 1]
+        return found
 
     @property
     def moving_s(self) -> float:
