@@ -182,7 +182,8 @@ def share_waiting(servers: int, load: Array | float) -> Any:
     """
     if servers == 1:
         return load
-    offered, lost = servers * load, 1.0
+    offered = servers * load
+    lost: Any = 1.0
     for number in range(1, servers + 1):
         lost = offered * lost / (number + offered * lost)
     return lost / np.maximum(1 - load * (1 - lost), 1e-300)
