@@ -144,6 +144,8 @@ def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | N
         return plans
 
     def finish(plan: PlanDraft) -> PlanDraft:
+        if plan.constraint.ttft_s is None:  # where a search asks whether other bounds can be kept without this one
+            return plan
         return corrected(_admitting(plan, "in-time", problem), problem)
 
     kinds = [kind for kind in plans if kind in MIXING and is_counted(_admitting(plans[kind].draft, "in-time", problem))]
