@@ -36,7 +36,7 @@ class Tolerances(Frozen):
     )
     doubt_nearby: float = Field(
         default=0.15,
-        description="the same on the best plan's placement, where closed forms can err by as much",
+        description="the same for the best plan's placement and prefill groups, where closed forms can err by as much",
     )
     batch: float = Field(default=0.05, description="two batch sizes count as equal if they differ by at most this")
     noise: float = Field(

@@ -280,15 +280,12 @@ class Arrivals(Objective[PlanDraft]):
                 self._rated[branch.space] = best_of(branch.space)
             one = self._rated[branch.space]
             plan = None if one is None else self.scheduler.draft_at(branch.space, one.settings, best.plan.search)
-            if (
-                one is None
-                or plan is None
-                or one.rate < (1 - TOLERANCES.doubt) * min(best.rate, best.predicted or best.rate)
-            ):
+            doubt = TOLERANCES.doubt_nearby if branch.space.placement.num_groups > 1 else TOLERANCES.doubt
+            if one is None or plan is None or one.rate < (1 - doubt) * min(best.rate, best.predicted or best.rate):
                 continue
             settled += 1
             self._say(settled, MOST_SETTLED, "a placement that may keep a higher rate")
-            better = self._best_of([(plan, one.rate)], best)
+            better = self._best_of([(plan, one.rate)], best, doubt)
             if better is not None:
                 better.precision = TOLERANCES.rate
                 best = self._best_nearby(better)
