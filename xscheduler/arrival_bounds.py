@@ -21,10 +21,7 @@ The remaining task is to bound the time of an iteration:
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
   largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its share of full steps through
   all stages (`PromptSteps`). `Waits` computes which share of the latency bound remains after these waits.
-- If n groups encode side by side, they have at least as much work left as one server that is n times as fast and never
-  idle while there is work (Lindley's recursion). A prompt's batch begins in order of arrival. At that time, the others'
-  batches are all that is left of earlier prompts, and none takes longer than the longest batch. So with w left at its
-  arrival, a prompt waits for at least (w - (n - 1) longest) / n, less what its batch saves it, divided by n.
+- If several groups encode side by side, `waits_in_groups` bounds the wait of each prompt.
 - A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
   full steps. Every other step takes at least as long as a step that decodes one request. This gives a lower bound on
   the mean time of an iteration without closed forms. This lower bound, the waits and the time to encode a prompt
@@ -133,14 +130,9 @@ class Waits:
 
     def left_in_groups(self, groups: int, prompts: GroupTimes, rate: float) -> Array:
         """Return the same upper bound as `left` for several groups, for each size of their batches. # [sizes]"""
-        least, alone = prompts.least_s[self._drawn], prompts.alone_s[self._drawn]
-        if rate * float(least.mean()) >= MOST_LOAD * groups:
-            return np.zeros(len(prompts.longest_s))
-        ahead = np.cumsum(least) - least - self._arrivals * (groups / max(rate, 1e-9))
-        work = ahead - np.minimum.accumulate(ahead)
-        left = []
-        for longest_s in prompts.longest_s.tolist():
-            waits = np.maximum((work - (groups - 1) * longest_s - (alone - least)) / groups, 0.0)
+        alone, arrivals, left = prompts.alone_s[self._drawn], self._arrivals / max(rate, 1e-9), []
+        for least_s, longest_s in zip(prompts.least_s, prompts.longest_s, strict=True):
+            waits = waits_in_groups(groups, arrivals, least_s[self._drawn], alone, longest_s)
             left.append(self._left(_quantiles(waits)) if self._keep_first(alone + waits) else 0.0)
         return np.asarray(left)
 
@@ -239,6 +231,21 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
     return waits
 
 
+def waits_in_groups(groups: int, arrivals_s: Array, least_s: Array, alone_s: Array, longest_s: float) -> Array:
+    """Return how much later than without waiting prompts have at least their first tokens, if batches of prompts in
+    order of arrival go to the first free one of several groups. # [prompts] each
+
+    n groups have at least as much work left as one server that is n times as fast and never idle while there is work
+    (Lindley's recursion). When a prompt's batch begins, all that is left of earlier prompts is in the batches of the
+    other groups and in its own batch. So if w is left at its arrival, the batch begins (w - (n - 1) longest - p) / n
+    later or more, where p is the work of earlier prompts in the batch. The prompt's first token follows after p + least
+    and after alone, which is together the least if p = alone - least.
+    """
+    ahead = np.cumsum(least_s) - least_s - groups * arrivals_s
+    work = ahead - np.minimum.accumulate(ahead)
+    return np.maximum((work - (groups - 1) * longest_s - (alone_s - least_s)) / groups, 0.0)
+
+
 def paced(constraint: Constraint, lengths: Lengths, moving_s: float, rate: float) -> Constraint:
     """Return the bounds with a tighter one on TPOT for a saturated engine whose prompts have a lane of their own.
 
@@ -281,8 +288,9 @@ class GroupTimes(NamedTuple):
     """Seconds of one of several groups that encode side by side.
 
     Attributes:
-        least_s, alone_s: lower bounds for a prompt of each length: as a part of any batch, and alone. # [lengths]
-        longest_s: upper bound on a batch, for each mean number of prompts in a batch. # [sizes]
+        least_s: lower bounds for a prompt of each length as a part of a batch. # [sizes, lengths]
+        alone_s: lower bounds for a prompt of each length alone. # [lengths]
+        longest_s: upper bounds on a batch. # [sizes]
     """
 
     least_s: Array

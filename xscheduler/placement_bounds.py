@@ -113,16 +113,6 @@ class PlacementBounds:
     def least_prompt(self, placement: Placement) -> float:
         return float(self._stages(placement.encode_lane).encode_s.max())
 
-    def least_prompts(self, placement: Placement) -> Array:
-        """Return lower bounds on the seconds of a prompt of each length in any step of one stage. # [lengths]"""
-        shape, inputs = placement.encode_lane[0], self._lengths.inputs
-        layer = self._profile.layer(*shape.group)
-        attention = Grid(layer.encode_attention)
-        batches = attention.batches[1:, None]
-        rests = [layer.rest] * (shape.decoder_layers - 1) + [layer.last or layer.rest]
-        each = sum(float(Line.of(rest).least_per_unit(MANY)) for rest in rests)
-        return inputs * each + shape.decoder_layers * (attention(batches, inputs) / batches).min(axis=0)
-
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
         lanes = [self._stages(placement.decode_lane) for placement in placements]
         encode = [

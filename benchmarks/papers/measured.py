@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -12,14 +16,17 @@ from benchmarks.lib.results import stored
 from benchmarks.papers import monotonicity
 from benchmarks.papers.claims import Found, Table, at_least, judged, within
 from benchmarks.tcb.experiments import scaled
-from xgpt import bench, plan
-from xgpt.core.schema import AdmissionOrder, Batching, BenchReport, Pinned, Plan, StaticSettings
-from xgpt.resolve import load_cluster, load_model
+from xgpt import plan
+from xgpt.benchmark import served
+from xgpt.client import ClientRequest, replay
+from xgpt.core.schema import AdmissionOrder, Batching, Pinned, Plan, StaticSettings
+from xgpt.core.workload import sample
+from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import measure
+from xsimulator.capacity import endings
 
-WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 3
-"""Width of the model in TCB's shape, requests of a batch, requests of a measurement, and measurements of each
-layout."""
+WIDTH, BATCH, BATCHES, ROUNDS = 256, 192, 4, 3
+"""Width of the model in TCB's shape, requests of a batch, batches of a measurement, and measurements of each layout."""
 TNB_BATCH = 10
 """Requests of a padded batch, next to `BATCH` of a concatenated one. In the paper, these are 64 and about 1,240."""
 LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
@@ -100,6 +107,7 @@ def profiling() -> Iterator[Found]:
     yield judged("ExeGPT 7.7", what, "2 hours", f"{60 * hours:.1f} minutes", "less than 2 hours", hours < 2)
 
 
+@cache
 def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs", row_batches: int = 1) -> Plan:
     """Return a plan of whole batches for a small model of TCB's shape and TCB's workload, on this machine.
 
@@ -118,7 +126,7 @@ def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs", row_batches:
     )
     assert isinstance(found.policy, StaticSettings)
     policy = found.policy.model_copy(update={"batch": batch})
-    estimate = found.estimate.model_copy(update={"encode_batch": batch, "decode_batch": batch})  # for `xgpt bench`
+    estimate = found.estimate.model_copy(update={"encode_batch": batch, "decode_batch": batch})
     pinned = Pinned(policy="static", fixed={"row_batches": row_batches})
     return found.model_copy(update={"policy": policy, "estimate": estimate, "pinned": pinned})
 
@@ -128,19 +136,36 @@ Case = tuple[Batching, int, AdmissionOrder, int]
 
 
 def tcb_served() -> Iterator[Found]:
-    """Repeat TCB's comparison with `xgpt bench --batching`: whole batches behind the endpoint."""
+    """Repeat TCB's comparison behind the endpoint. All layouts are served throughout, and get the same requests."""
     cases: list[Case] = [(layout, BATCH, "fcfs", 1) for layout in LAYOUTS]
     cases += [("padded", TNB_BATCH, "fcfs", 1), ("rows", BATCH, "das", 1), ("slots", BATCH, "das", 1)]
     cases += [("slots", BATCH, "fcfs", 2), ("slots", BATCH, "das", 2)]
     seen: dict[Case, list[float]] = {case: [] for case in cases}
-    for _ in range(ROUNDS):
-        for case in cases:  # interleaved, since the machine's speed changes
-            layout, batch, order, row_batches = case
-            count = max(48, 4 * batch, NUM_REQUESTS * batch // BATCH)
-            report = bench(served_plan(batch, order, row_batches), num_requests=count, batching=layout).report
-            assert isinstance(report, BenchReport) and not report.num_failed
-            seen[case].append(report.figure("throughput_rps").measured)
+    with ExitStack() as running:
+        urls = {}
+        for layout, batch, order, at_once in cases:
+            options = () if layout == "flat" else ("--batching", layout)
+            directory = Path(running.enter_context(TemporaryDirectory()))
+            server = served(served_plan(batch, order, at_once), directory, options=options)
+            urls[layout, batch, order, at_once] = running.enter_context(server)
+        for number in range(ROUNDS):
+            for case, url in urls.items():  # interleaved, since the machine's speed changes
+                seen[case].append(_throughput(url, case[1], np.random.default_rng(number)))
     yield from of_layouts(seen)
+
+
+def _throughput(url: str, batch: int, rng: np.random.Generator) -> float:
+    """Return the requests a second of `BATCHES` batches, without the first and the last, if requests always wait."""
+    workload = load_workload("tcb")
+    inputs, outputs = sample(workload, BATCHES * batch, rng)
+    longest, vocabulary = workload.output.lengths[-1], served_plan().model.vocab_size
+    lengths = zip(inputs.tolist(), outputs.tolist(), strict=True)
+    requests = [ClientRequest(rng.integers(0, vocabulary, n).tolist(), output, longest, None) for n, output in lengths]
+    results = asyncio.run(replay(url, requests, concurrency=2 * batch + 8))
+    assert all(result.error is None for result in results)
+    ends = np.sort([result.end_s for result in results])
+    ended, seconds = endings(ends, batch - 1, len(ends) - batch)
+    return ended / seconds
 
 
 def _most_tokens_a_step(order: str) -> float:
@@ -192,6 +217,6 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
         for (layout, batch, order, at_once), values in seen.items()
     ]
     rounds = tuple(f"round {number + 1}" for number in range(max(map(len, seen.values()))))
-    note = f"Requests a second, width {WIDTH}: `xgpt bench PLAN --batching LAYOUT`."
+    note = f"Requests a second, width {WIDTH}: `xgpt serve PLAN --batching LAYOUT`."
     columns = ("layout", "largest batch", "order", "batches at once", *rounds, "median")
     yield Table("TCB's layouts behind the endpoint", columns, tuple(cells), note)

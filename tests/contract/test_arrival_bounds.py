@@ -19,7 +19,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, PlanDraft, SearchEffort, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
-from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened, paced
+from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened, paced, waits_in_groups
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
 from xscheduler.objectives import arrivals, branches
@@ -401,6 +401,29 @@ def test_tight_bounds_on_first_tokens_and_gaps_leave_a_narrow_gap() -> None:
     assert rate_of(plan) > 15
     assert plan.search.gap is not None
     assert plan.search.gap < 0.2
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_first_token_from_prefill_groups_is_earlier_than_its_bound(batch: int) -> None:
+    bounds = Constraint(objective="arrivals", ttft_s=0.4, tpot_s=0.02, headroom=0.0)
+    subject = replace(problem("llama-3.1-8b", "h100x8", "azure-code").under(bounds), max_devices=4)
+    by = scheduler(subject)
+    space = next(space for space in by.candidates.spaces("waa") if space.placement.num_groups == 3)
+    settings = space.settings({"encode_batch": np.asarray([batch]), "max_decode_batch": np.asarray([400])}, 0)
+    plan = by.draft_at(space, settings, SEARCHED)
+    assert plan is not None and plan.prefill_groups == 3
+    trial, model, floor = Trial(plan, subject.profile), space.models.model, space.models.floor
+    least_s, alone_s = floor.group_times(np.asarray([float(batch)]))
+    for load in (0.7, 0.9, 1.1):
+        stream = trial.stream(load * 3 / float(alone_s @ by.candidates.lengths.input_probabilities))
+        _, run = trial.run(stream, None)
+        places = np.searchsorted(by.candidates.lengths.inputs, stream.inputs)
+        arrivals_s, first_s = 1e-9 * np.asarray(stream.arrivals_ns), 1e-9 * np.asarray(run.first_ns)
+        times = arrivals_s, least_s[0][places], alone_s[places], float(model.longest_s(np.asarray([batch]))[0])
+        earliest_s = arrivals_s + alone_s[places] + waits_in_groups(3, *times)
+        ended = first_s > 0
+        assert (first_s[ended] >= earliest_s[ended] - 2e-9).all()
+    assert (earliest_s - arrivals_s - alone_s[places]).max() > 0.1
 
 
 def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

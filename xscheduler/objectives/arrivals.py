@@ -59,9 +59,10 @@ class Arrivals(Objective[PlanDraft]):
         progress: Progress | None = None,
         *,
         only_best: bool = False,
+        explains: bool = True,
     ) -> None:
         super().__init__(scheduler, finish, progress)
-        self._only_best = only_best
+        self._only_best, self._explains = only_best, explains
         self._seconds: dict[str, float] = {}
         self._rated: dict[Space, Rated | None] = {}
         self._finished: dict[tuple[object, ...], PlanDraft] = {}
@@ -340,6 +341,9 @@ class Arrivals(Objective[PlanDraft]):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
+        if not self._explains:
+            return InfeasibleError("no plan keeps the bounds", binding="ttft_s")
+
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:
                 return True

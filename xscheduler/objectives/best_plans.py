@@ -144,15 +144,13 @@ def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | N
         return plans
 
     def finish(plan: PlanDraft) -> PlanDraft:
-        if plan.constraint.ttft_s is None:  # where a search asks whether other bounds can be kept without this one
-            return plan
         return corrected(_admitting(plan, "in-time", problem), problem)
 
     kinds = [kind for kind in plans if kind in MIXING and is_counted(_admitting(plans[kind].draft, "in-time", problem))]
     if not kinds:
         return plans
     with suppress(InfeasibleError):
-        ((kind, found),) = Arrivals(by, finish, progress, only_best=True).settle(kinds).items()
+        ((kind, found),) = Arrivals(by, finish, progress, only_best=True, explains=False).settle(kinds).items()
         best = next(iter(plans.values()))
         if rate_of(found.draft) > (1 + TOLERANCES.rate) * rate_of(best.draft):
             ceilings = [one.ceiling for one in (found, best)]

@@ -52,7 +52,6 @@ class Branch:
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
         prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if a single stage encodes
             prompts one by one. Otherwise None.
-        least_s: lower bounds on the seconds of a prompt of each length, if several groups encode. Otherwise None.
     """
 
     kind: str
@@ -61,7 +60,6 @@ class Branch:
     bound: float
     in_steps: bool = False
     prompt_s: float | None = None
-    least_s: Array | None = None
     is_refined: bool = False
     predictions: int = 0
     _searched: list[_Searched] = field(default_factory=list)
@@ -149,10 +147,9 @@ class Branch:
 
     @cached_property
     def _group_times(self) -> GroupTimes:
-        assert self._sizes is not None and self.least_s is not None
-        models = self.relaxed.models
-        longest_s = models.model.longest_s(self._sizes[1].astype(float))
-        return GroupTimes(self.least_s, models.floor.alone_s(), longest_s)
+        assert self._sizes is not None
+        models, sizes = self.relaxed.models, self._sizes[1].astype(float)
+        return GroupTimes(*models.floor.group_times(sizes), models.model.longest_s(sizes))
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         left = self._left(rate, waits)
@@ -316,5 +313,4 @@ def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> 
     placement, in_steps = space.placement, space.forecast.stations.admits_each_step
     one_by_one = len(placement.layouts) == 1 and placement.microbatches == 1 and space.least_requests == 1
     prompt_s = candidates.screen.least_prompt(placement) if one_by_one and not in_steps else None
-    least_s = candidates.screen.least_prompts(placement) if placement.num_groups > 1 else None
-    return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s, least_s)
+    return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s)

@@ -93,6 +93,9 @@ class LaneCost:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    def tables_of(self, stage: StageShape) -> GroupTables:
+        return self._degrees[stage.group]
+
     @cached_property
     def tokens(self) -> Table:
         """Seconds of the layers without attention, and of the embedding, by number of decoder tokens. # [kinds]"""

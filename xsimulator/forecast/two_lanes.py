@@ -17,7 +17,7 @@ ExeGPT sec. 4.1, 6, for the case B = B_E E[S]. Encode and decode then take turns
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -246,18 +246,30 @@ class TwoLaneModel:
         sizes = np.geomspace(1.0, 1024.0, 32)
         return float((self._encoding.transfer_s(sizes) / sizes).min())
 
-    def alone_s(self) -> Array:
-        """Return the seconds of a prompt of each length, alone on a group of the encode lane. # [lengths]"""
-        steps = (StepCounts.of([(0, int(tokens), 1)], []) for tokens in self.lengths.inputs)
-        return np.asarray([self.encode.step(step)[0] for step in steps])
+    def group_times(self, encode_batch: Array) -> tuple[Array, Array]:
+        """Return lower bounds on the seconds of a prompt of each length on one group: as a part of batches of up to
+        `encode_batch` prompts on average, and alone. # [n] -> [n, lengths], [lengths]
+        """
+        inputs, stage = self.lengths.inputs, self.encode.stages[0]
+        tables = self.encode.tables_of(stage)
+        batches = tables.encode.batches[1:, None]
+        attention = stage.decoder_layers * (tables.encode(batches, inputs) / batches).min(axis=0)
+        tokens = tables.layers(stage.decoder_layers, with_last=True)
+        least = tokens.least_per_unit(encode_batch * self.lengths.mean_input + inputs.max())[:, None] * inputs
+        return least + attention, self._alone_s
 
     def longest_s(self, encode_batch: Array) -> Array:
-        """Return an upper bound on the seconds of a group's batch of `encode_batch` prompts on average. # [n] -> [n]
+        """Return an upper bound on the seconds of a batch of `encode_batch` prompts on average on one group. # [n]
 
         The rule exceeds the mean number of tokens in a batch by at most one prompt.
         """
-        found: Array = self._encoding(encode_batch).through + self.alone_s().max()
+        found: Array = self._encoding(encode_batch).through + self._alone_s.max()
         return found
+
+    @cached_property
+    def _alone_s(self) -> Array:
+        steps = (StepCounts.of([(0, int(tokens), 1)], []) for tokens in self.lengths.inputs)
+        return np.asarray([self.encode.step(step)[0] for step in steps])
 
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array
