@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.vllm.plans import exportable, here, plan_with
+from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.cli import cli
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json
@@ -31,6 +31,7 @@ from xgpt.core.schema import (
     WaaSettings,
 )
 from xgpt.resolve import load_cluster, load_model
+from xgpt.serving.checking import check_runs
 from xrunner.channel.messages import (
     Alive,
     Cancel,
@@ -50,6 +51,7 @@ from xrunner.vllm.channel import Lanes, VllmEnd
 from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
 from xrunner.vllm.lane import PlannedLane, VllmRoom, build_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
+from xrunner.vllm.waa import waa_launches
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import lane_of
 
@@ -128,6 +130,17 @@ def test_each_lane_of_waa_is_a_vllm_with_its_end_of_the_connector() -> None:
         given = flags(launch_lane(waa(), lane, {"kv_connector": "NixlConnector"}).arguments)
         assert json.loads(given["--kv-transfer-config"]) == {"kv_connector": "NixlConnector", "kv_role": role}
         assert "--disable-hybrid-kv-cache-manager" in given
+
+
+def test_each_prefill_group_is_a_vllm_on_its_own_devices_and_no_other_engine_runs_them(tmp_path: Path) -> None:
+    plan = exportable(waa_plan(2), "/weights")
+    assert [each.variables["CUDA_VISIBLE_DEVICES"] for each in waa_launches(plan, tmp_path)] == ["0", "1", "2"]
+    with pytest.raises(InputError, match="serve the plan with `--engine vllm`"):
+        check_runs(plan)
+    fields = plan.model_dump(mode="json")
+    fields["stages"][0] |= {"tp": 2, "devices": [0, 3]}
+    with pytest.raises(ValueError, match="need the same tp"):
+        Plan.model_validate(fields)
 
 
 def test_of_a_machines_cores_as_many_compute_with_a_connector_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
