@@ -57,7 +57,8 @@ class _Batch:
 
 
 def hosts_of(plan: Plan) -> list[Host]:
-    return [*(("encode", group) for group in range(plan.prefill_groups)), ("decode", 0)]
+    encode: list[Host] = [("encode", group) for group in range(plan.prefill_groups)]
+    return [*encode, ("decode", 0)]
 
 
 def check_waa(plan: Plan) -> None:
