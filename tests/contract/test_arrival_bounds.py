@@ -409,7 +409,7 @@ def test_no_first_token_from_prefill_groups_is_earlier_than_its_bound(batch: int
     subject = replace(problem("llama-3.1-8b", "h100x8", "azure-code").under(bounds), max_devices=4)
     by = scheduler(subject)
     space = next(space for space in by.candidates.spaces("waa") if space.placement.num_groups == 3)
-    settings = space.settings({"encode_batch": np.asarray([batch]), "max_decode_batch": np.asarray([400])}, 0)
+    settings = space.settings({"encode_batch": np.asarray([batch]), "max_decode_batch": np.asarray([100])}, 0)
     plan = by.draft_at(space, settings, SEARCHED)
     assert plan is not None and plan.prefill_groups == 3
     trial, model, floor = Trial(plan, subject.profile), space.models.model, space.models.floor

@@ -43,9 +43,12 @@ def waa_plan(groups: int = 1) -> Plan:
     """
     plan = plan_with(RraSettings(encode_batch=1, decode_iterations=1))
     layers = (0, plan.model.num_layers)
-    encode = {"encode_layers": layers, "decode_layers": (0, 0)} if groups == 1 else {"decode_layers": layers}
+    own = (None, layers) if groups > 1 else (layers, (0, 0))
     stages = (
-        *(Stage(lane="encode", devices=(device,), kv_blocks=200, **encode) for device in range(groups)),
+        *(
+            Stage(lane="encode", devices=(device,), encode_layers=own[0], decode_layers=own[1], kv_blocks=200)
+            for device in range(groups)
+        ),
         Stage(lane="decode", devices=(groups,), decode_layers=layers, kv_blocks=800),
     )
     estimate = plan.estimate.model_copy(update={"encode_tokens": 250.0, "decode_batch": 10.0})
