@@ -31,7 +31,7 @@ from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, RequestBlocks
-from xsimulator.queueing import max_rates
+from xsimulator.queueing import LoadCurves, highest_rates
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -519,10 +519,13 @@ class Evaluation:
 
         # [curves, loads]
         """
-        space, replicas = self._space, self._space.placement.replicas
-        stations, least = space.forecast.stations, at_least / replicas
-        given, groups = (stations, self.performance, space.lengths, self._constraint), space.placement.num_groups
-        return replicas * max_rates(*given, least, wanted, groups=groups, only_best=only_best)
+        space, constraint = self._space, self._constraint
+        given, replicas = (space.forecast.stations, self.performance, space.lengths), space.placement.replicas
+        curves = [
+            LoadCurves(*given, goal, constraint.headroom, groups=space.placement.num_groups)
+            for goal in constraint.goals
+        ]
+        return replicas * highest_rates(curves, at_least / replicas, wanted, only_best=only_best)
 
     @cached_property
     def feasible(self) -> Bools:

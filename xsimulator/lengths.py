@@ -219,3 +219,13 @@ def reused_of(inputs: Ints, cached: Ints, kept_tokens: float, most: float, *, ho
     columns = [np.asarray([float(values[group].mean()) for group in groups]) for values in (inputs, cached)]
     shares = np.asarray([len(group) / len(order) for group in groups])
     return Reused(columns[0], columns[1], shares, kept_tokens, most, holds_prompts)
+
+
+def parts_of(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
+    """Return the mean and the probability of each part of a distribution, divided at the quantiles `edges`."""
+    reached = np.concatenate([[0.0], np.cumsum(probabilities)])
+    inside = np.minimum(reached[1:, None], edges[1:]) - np.maximum(reached[:-1, None], edges[:-1])
+    inside = np.maximum(inside, 0.0)  # [values, shares]
+    shares = inside.sum(axis=0)
+    kept = shares > 0
+    return (values @ inside)[kept] / shares[kept], shares[kept] / shares.sum()

@@ -29,17 +29,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from xgpt.core.schema import Constraint, Goal
+from xgpt.core.schema import Goal
 from xsimulator.forecast import Performance
 from xsimulator.forecast.base import Stations
 from xsimulator.forecast.lane_balance import share_waiting
-from xsimulator.lengths import Lengths
+from xsimulator.lengths import Lengths, parts_of
 
 Array = npt.NDArray[np.float64]
 
@@ -343,29 +343,14 @@ def highest_rates(
     return found
 
 
-def max_rates(
-    stations: Stations,
-    found: Performance,
-    lengths: Lengths,
-    constraint: Constraint,
-    *how: Any,
-    groups: int = 1,
-    **further: Any,
-) -> Array:
-    """See `highest_rates`."""
-    headroom = constraint.headroom
-    curves = [LoadCurves(stations, found, lengths, goal, headroom, groups=groups) for goal in constraint.goals]
-    return highest_rates(curves, *how, **further)
-
-
 @lru_cache(maxsize=8)
 def _representatives(lengths: Lengths, *, is_fine: bool) -> tuple[Array, Array, Array]:
     """Return the numbers of decodes of representative requests, the lengths of their prompts relative to the mean
     prompt, and their shares of all requests.
     """
-    decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
+    decodes, of_decodes = parts_of(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
     edges = TTFT_EDGES if is_fine else INPUT_EDGES
-    inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, edges)
+    inputs, of_inputs = parts_of(lengths.inputs, lengths.input_probabilities, edges)
     shares = np.outer(of_decodes, of_inputs).ravel()
     return np.repeat(decodes, len(inputs)), np.tile(inputs / lengths.mean_input, len(decodes)), shares
 
@@ -376,13 +361,3 @@ def _between(values: Array, grid: Array, at: Array) -> Array:
     low, high = (np.take_along_axis(values, one[..., None], axis=2)[..., 0] for one in (index - 1, index))
     found: Array = low + (high - low) * (at - grid[index - 1]) / (grid[index] - grid[index - 1])
     return found
-
-
-def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
-    """Return the mean and the probability of each part of a distribution, divided at the quantiles `edges`."""
-    reached = np.concatenate([[0.0], np.cumsum(probabilities)])
-    inside = np.minimum(reached[1:, None], edges[1:]) - np.maximum(reached[:-1, None], edges[:-1])
-    inside = np.maximum(inside, 0.0)  # [values, shares]
-    shares = inside.sum(axis=0)
-    kept = shares > 0
-    return (values @ inside)[kept] / shares[kept], shares[kept] / shares.sum()

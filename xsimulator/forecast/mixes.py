@@ -33,7 +33,7 @@ from xsimulator.forecast.base import (
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.pipeline import RandomSteps
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
-from xsimulator.lengths import Lengths
+from xsimulator.lengths import Lengths, parts_of
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
@@ -42,6 +42,7 @@ PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
 """Shares of all prompts, sorted from the shortest to the longest. The mean length of each share represents the prompts
 in it.
 """
+PROMPT_EDGES = np.concatenate([[0.0], np.cumsum(PROMPTS)])
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 ROUNDING = 1.05
@@ -117,7 +118,7 @@ class Mixes:
         self._held = lengths.mean_decodes + ahead
         self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
-        self.prompt: Array = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
+        self.prompt: Array = parts_of(lengths.inputs, lengths.input_probabilities, PROMPT_EDGES)[0][:, None]
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
@@ -413,14 +414,6 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
     waiting *= load[:, None]
     steps += waiting
     return steps
-
-
-def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Return the means of consecutive parts of a distribution. # [values], [values], [shares] -> [shares]"""
-    edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
-    inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
-    inside = np.maximum(inside, 0.0)
-    return values @ inside / inside.sum(axis=0)
 
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
