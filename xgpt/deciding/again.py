@@ -44,5 +44,7 @@ def _replayed(verdict: Verdict, then: AtLoad, now: AtLoad) -> Verdict:
     found = None if then.holds else by_replay(then, now)
     if found is not None and found[0] == "keep":
         return replace(verdict, switch=False, reason=found[1])
-    reason = f"{verdict.reason}; replayed, the best plan keeps them for {kept_in_words(then)}"
+    if not (kept := kept_in_words(then)):  # its arrivals cannot be counted
+        return verdict
+    reason = f"{verdict.reason}; replayed, the best plan keeps them for {kept}"
     return replace(verdict, switch=verdict.switch or then.holds or found is not None, reason=reason)

@@ -152,6 +152,8 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
     verdict = Verdict(Outcome(policy=running().policy, throughput_rps=9, latency_s=1, keeps_bound=False), True, "rates")
     assert again._replayed(replace(verdict, switch=True), then.at_load, now.at_load).switch is False
     assert again._replayed(verdict, now.at_load, then.at_load).switch is True
+    unknown = AtLoad(rate_per_s=17.7, num_requests=640_932)
+    assert again._replayed(verdict, unknown, now.at_load) == verdict, "a replay that is not known decides nothing"
 
 
 def test_a_plan_with_k_v_by_quantile_is_compared_with_a_static_batch() -> None:
