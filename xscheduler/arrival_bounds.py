@@ -20,7 +20,10 @@ The remaining task is to bound the time of an iteration:
   This wait is computed for randomly drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches,
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
   largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its share of full steps through
-  all stages (`PromptSteps`). `Waits` computes which share of the latency bound remains after these waits.
+  all stages (`PromptSteps`). `Waits` computes which share of the latency bound remains after these waits. The prompt's
+  own way through all stages counts towards TTFT.
+- If prompts have a lane of their own, short outputs need shorter iterations, since K/V is moved between their first two
+  tokens (`paced`).
 - If several groups encode side by side, `waits_in_groups` bounds the wait of each prompt.
 - A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
   full steps. Every other step takes at least as long as a step that decodes one request. This gives a lower bound on
