@@ -63,11 +63,13 @@ class Situation:
 
         The number of replicas is fixed if replicas are on several machines or share experts.
         """
-        plan = self.plan
+        plan, engine = self.plan, self.plan.engine
+        by_itself = engine is not None and engine.framework != "xgpt" and engine.scheduler == "own"
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
         return replace(
             Problem.of(plan, self.profile.slowed(plan.profile.slowdown)),
             workload=self.lengths,
+            kv=None if by_itself else plan.admission.kv,  # as the engine promises it on each placement
             replicas=plan.replicas if stays else None,
             fixed=plan.pinned.fixed,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,

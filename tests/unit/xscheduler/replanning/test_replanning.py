@@ -405,6 +405,9 @@ def test_lengths_as_planned_keep_the_plan_of_every_engine(asked: dict[str, str |
     many = {"model": "llama-3.1-8b", "cluster": "h100x1", "objective": "saturated", "latency_bound_s": 8}
     planned = api.solve(**many, **asked)
     plan = planned.best
+    situation = Situation(plan, planned.problem.profile, plan.workload, 1.0)
+    own = asked.get("engine") == "vllm"  # then a pipeline's K/V is promised as `xgpt plan` promises it
+    assert situation.problem(in_place=False).kv == (None if own else plan.admission.kv)
     verdict = judge(plan, planned.problem.profile, plan.workload, 1_000_000)
     assert not verdict.switch and verdict.best is not None
     assert verdict.best.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
