@@ -3,7 +3,6 @@
 python -m benchmarks.sessions flips
 python -m benchmarks.sessions evictions
 python -m benchmarks.sessions published
-python -m benchmarks.sessions waits
 """
 
 from __future__ import annotations
@@ -272,67 +271,6 @@ def published() -> None:
     figures = {"median": np.median(errors), "most": max(errors), "least": max(kept)}
     counts = {"rows": len(errors), "others": len(kept)}
     record("sessions/hits", claim, table, **counts, **{name: f"{value:.3f}" for name, value in figures.items()})
-
-
-class Measured(NamedTuple):
-    ttft_s: float
-    tpot_s: float
-    input_tokens_per_s: float
-
-
-CHATS = Measured(4.350, 0.04847, 5849)
-"""vLLM's multi-turn benchmark of 10 clients with 24 conversations, on Qwen3-8B, RTX 4090, vLLM 0.10.1.1 with its
-defaults, and without LMCache. Source: gpustack/gpustack, docs/performance-lab/references, "Evaluating LMCache Prefill
-Acceleration in vLLM", 5K input tokens.
-"""
-
-
-def chats(rng: np.random.Generator) -> TraceLengths:
-    """Return that benchmark's conversations. A client's next one begins when its last one has ended."""
-    shared, last, rows = 500, dict[int, int](), list[tuple[int, int, int, int, int, int]]()
-    middle = np.log(4000) - 0.5  # of a lognormal distribution of mean 4,000 and sigma 1, at most 20,000
-    for number in range(24):
-        like, context = FIRST, shared + int(min(rng.lognormal(middle, 1.0), 20_000))
-        for _ in range(int(rng.integers(12, 19)) // 2):
-            common = shared if like == FIRST else context
-            context += int(rng.integers(120, 161))
-            output = int(rng.integers(80, 121))
-            rows.append((context, output, number, last.get(number % 10, FIRST), like, common))
-            context += output
-            like = last[number % 10] = len(rows) - 1
-    inputs, outputs, session, after, like_, common_ = (np.asarray(column) for column in zip(*rows, strict=True))
-    sessions = TraceSessions(session, after, np.zeros(len(rows)), like_, common_)
-    return TraceLengths(inputs, outputs, np.zeros(len(rows)), sessions=sessions)
-
-
-@main.command()
-def waits() -> None:
-    """Compare the waiting of turns with a published measurement. Nothing is fitted to it."""
-    plan = xgpt.plan(
-        model="qwen3-8b",
-        cluster="rtx-4090x8",
-        devices=1,
-        workload="azure-conv",
-        latency_bound_s=None,
-        objective="saturated",
-        policy="chunked",
-        engine="vllm",
-        fix={"tp": 1, "token_budget": 2048, "max_batch": 256},
-    )
-    found = list[Measured]()
-    for seed in range(5):
-        trace = chats(np.random.default_rng(seed))
-        run = logged_turns(plan, trace, run_requests(plan, profile_of(plan, None), trace, int(trace.output.max())))
-        rate = float(trace.input.sum() / run.end_s.max())
-        found.append(Measured(float(run.ttft_s.mean()), float(run.tpot_s.mean()), rate))
-    table = ["| figure | measured | simulated, median of 5 draws | least | most |", "|---|---|---|---|---|"]
-    for name, real, each in zip(
-        ("mean TTFT, s", "mean TPOT, s", "prompt tokens/s"), CHATS, zip(*found, strict=True), strict=True
-    ):
-        table.append(f"| {name} | {real:.4g} | {np.median(each):.4g} | {min(each):.4g} | {max(each):.4g} |")
-    claim = "In one published multi-turn benchmark in which K/V is evicted, the mean TTFT is simulated to {ratio} times"
-    claim += " the measured one. Nothing was fitted to it."
-    record("sessions/waits", claim, table, ratio=f"{np.median([one.ttft_s for one in found]) / CHATS.ttft_s:.2f}")
 
 
 if __name__ == "__main__":
