@@ -398,8 +398,17 @@ def simulate(
         log = read_lengths(Path(str(request.workload))).since(request.since_s)
         load = LogLoad.of(lengths.name, log, request.growth)
         return simulate_log(plan, profile, lengths, load, num_requests, keep_steps=keep_steps, rule=rule)
-    asked = {"growth": request.growth, "clients": request.clients, "rule": rule}
-    return run_simulation(plan, profile, request.workload, num_requests, arrivals, request.seed, **asked)
+    return run_simulation(
+        plan,
+        profile,
+        request.workload,
+        num_requests,
+        arrivals,
+        request.seed,
+        growth=request.growth,
+        clients=request.clients,
+        rule=rule,
+    )
 
 
 @_takes(CalibrateRequest)
