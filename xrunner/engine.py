@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Runs a schedule: any thread may submit requests, and `step` returns their tokens.
 
-    Any thread may also call `cancel` and `apply`. Only the thread that calls `step` may call the other methods.
+    Any thread may also call `cancel`, `apply`, `go_over_to` and `uses`. Only the thread that calls `step` may call the
+    other methods.
 
     If a worker is lost or a step fails, all workers are restarted. The requests are prefilled again together with the
     tokens that they had generated, and continue from there. In the step log, these requests arrive again, and steps are

@@ -1,5 +1,5 @@
-"""Declare the arguments and the help of each command. The functions that do the work are in `run`, `plain`, `compare`
-and `completion`.
+"""Declare the arguments and the help of each command. The functions that do the work are in `run`, `plain`, `loop`,
+`compare` and `completion`.
 
 Only click is imported here, so that help and shell completion answer immediately.
 """

@@ -122,7 +122,10 @@ def prices(value: str) -> dict[str, float]:
 
 def devices(value: str) -> int | str:
     """Return a number of devices, or auto. The API rejects other text."""
-    return int(value) if value.isdecimal() else value
+    try:
+        return whole(value)
+    except ValueError:
+        return value
 
 
 def requests_or_all(value: str) -> int | str:

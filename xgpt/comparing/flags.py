@@ -288,7 +288,7 @@ def types_of(
 
 def count(text: str) -> int:
     """Return the number in a text, which must be a whole number of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
         raise ValueError("give a whole number, at least 1")
     return int(text)
 

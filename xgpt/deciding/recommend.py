@@ -135,6 +135,7 @@ def recommend(
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
+        saturated_per_s=None if best.constraint.maximises_arrivals else best.estimate.throughput_rps,
         would_change=tuple(_would_change(shown[0], chosen, gain if chosen is first else None)),
         measurement=_measurement(best, first, path)
         if now is None or present is None

@@ -90,7 +90,11 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
         what = "searched" if found.with_more_work is None else "that the engine runs by itself"
-        yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s."
+        if found.saturated_per_s is None:
+            yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s."
+        else:
+            here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
+            yield 6, f"{gap}{where}: no schedule {what} {here}."
     if found.with_more_work is not None:
         yield 4, f"With more work: {_in_short(found.with_more_work, best)}."
     if found.would_change:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,30 +21,12 @@ from xrunner.generation import Generation
 from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import Launch, launch
 from xrunner.vllm.machines import Followers, Machines
-from xrunner.vllm.process import Reader, package_path, preload, python, started
+from xrunner.vllm.process import Reader, package_path, preload, python, run_directory, started
 from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
 socket's path is limited."""
-PREFIX, LOCK = "xgpt-run-", "in-use"
-
-
-@contextmanager
-def in_use(directory: Path) -> Iterator[None]:
-    with (directory / LOCK).open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def remove_left_over() -> None:
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if directory.lstat().st_uid != os.geteuid():
-                continue
-            with (directory / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the run has not ended
-                shutil.rmtree(directory)
 
 
 class Instances:
@@ -85,9 +63,7 @@ class Instances:
     ) -> None:
         if self._followers is not None:
             self._followers.start()
-        remove_left_over()
-        directory = Path(self._at_end.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
-        self._at_end.enter_context(in_use(directory))
+        directory = self._at_end.enter_context(run_directory())
         if len(str(directory)) > MAX_PATH:
             raise MachineError(f"{directory} is too long a path for sockets; set TMPDIR to a shorter one")
         packages = self._at_end.enter_context(package_path(directory))

@@ -12,12 +12,10 @@ import hmac
 import logging
 import select
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
@@ -26,7 +24,7 @@ from xgpt.core.io import sha256
 from xgpt.core.network import address_text, address_towards, interface_of, listen_towards
 from xgpt.core.schema import Plan
 from xrunner.vllm.command import Launch
-from xrunner.vllm.process import Reader, package_path, preload, python, started
+from xrunner.vllm.process import Reader, package_path, preload, python, run_directory, started
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,11 @@ GREETING_BYTES = 256
 GREET_S = 5.0
 MEET_S = 600.0
 RETRY_S, LOOK_S = 0.5, 0.5
-KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPALIVE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)  # TCP_KEEPALIVE is macOS's name
+}
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
     """
     vllm_python = python()
     with ExitStack() as at_end:
-        directory = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-run-")))
+        directory = at_end.enter_context(run_directory())
         packages = at_end.enter_context(package_path(directory))
         variables = {"VLLM_RPC_BASE_PATH": str(directory)} | launch.variables | preload(vllm_python)
         reader = Reader(at_end.enter_context(started(launch.command(vllm_python, str(directory)), packages, variables)))

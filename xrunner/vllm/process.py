@@ -6,7 +6,9 @@ but no other package of this environment. They use vLLM's own pydantic, msgspec 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +28,34 @@ TAIL = 200
 TAIL_S = 0.2
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
+
+
+PREFIX, LOCK = "xgpt-run-", "in-use"
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    with (directory / LOCK).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A directory that no other user can enter, and that the next run removes if this one is killed."""
+    remove_left_over()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, in_use(Path(name)):
+        yield Path(name)
+
+
+def remove_left_over() -> None:
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if directory.lstat().st_uid != os.geteuid():
+                continue
+            with (directory / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the run has not ended
+                shutil.rmtree(directory)
 
 
 def python() -> str:

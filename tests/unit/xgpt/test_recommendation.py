@@ -38,7 +38,12 @@ def test_a_recommendation_prints_it() -> None:
         model="opt-13b", cluster="a40x4", latency_bound_s=20, objective="saturated", policy="waa"
     ).recommendation
     said = "Measure first: measurements do not verify prefill and decode on separate devices."
-    assert said in " ".join(lines(found, 1000))
+    text = " ".join(lines(found, 1000))
+    assert said in text
+    # The rate that keeps the bounds under arrivals is lower: it once stood beside the ceiling of another figure.
+    assert found.limit_per_s is not None and found.saturated_per_s is not None and found.limit_gap is not None
+    assert found.limit_per_s == pytest.approx(found.saturated_per_s * (1 + found.limit_gap))
+    assert f"at saturation, this one {found.saturated_per_s:.3g}" in text
 
 
 @pytest.fixture(scope="module")

@@ -144,9 +144,14 @@ class Pool(Running):
             return [id_, *self._end_batch()]
         return [id_] if self.waiting.remove(id_) else []
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests run as may. After another plan's lower limit is adopted, more may run."""
+        return self.max_running is not None and self.num_running >= self.max_running
+
     def can_admit(self) -> bool:
         request = self.waiting.head()
-        if request is None or self.num_running == self.max_running:
+        if request is None or self.is_full:
             return False
         if self.num_scored and request.num_scored > self.scored_room:
             return False

@@ -64,7 +64,7 @@ class RowPool(Pool):
 
     def can_admit(self) -> bool:
         request = self.waiting.head()
-        if request is None or self.num_running == self.max_running:
+        if request is None or self.is_full:
             return False
         return self.takes_batch and self._blocks([request]) <= self._free_blocks
 

@@ -207,6 +207,8 @@ class Recommendation(Frozen):
     """Rate that no searched schedule exceeds, or None if not proven."""
     limit_gap: float | None = None
     """Share by which that rate exceeds the rate of the best schedule found."""
+    saturated_per_s: float | None = None
+    """Throughput of the best schedule, if the limit is one of throughput at saturation."""
     would_change: tuple[str, ...] = ()
     """What would change the recommendation, each in a sentence, the nearest first."""
     measurement: Measurement | None = None

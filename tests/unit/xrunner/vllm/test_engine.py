@@ -26,8 +26,8 @@ from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import remote
 from xrunner.generation import Generation, Token
 from xrunner.server.observe.watch import Watch
-from xrunner.vllm.engine import LOCK, Instances, VllmEngine, in_use, remove_left_over
-from xrunner.vllm.process import PYTHON_VARIABLE
+from xrunner.vllm.engine import Instances, VllmEngine
+from xrunner.vllm.process import LOCK, PYTHON_VARIABLE, in_use, remove_left_over
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -270,3 +270,19 @@ def test_phases_begin_together_where_a_micro_batch_has_run_dry() -> None:
     assert (decode.decode, encode.microbatch, encoded(encode)) == ((1,), 0, [2])
     schedule.settle(decode, [])
     assert [encoded(step) for step in begin(schedule)] == [[3]]
+
+
+def test_a_lower_limit_that_is_adopted_holds() -> None:
+    """Only a number of requests equal to the limit once counted as full: beyond it, nothing limited admission."""
+    settings = LaneSettings(mix=True)
+    schedule = OneLane(settings, Pool(1000, 16, max_running=5))
+    submit(schedule, *[10] * 5)
+    (step,) = begin(schedule)
+    schedule.settle(step, [])
+    assert schedule.apply(OneLane(settings, Pool(1000, 16, max_running=3)))
+    submit_more(schedule, 4)
+    (step,) = begin(schedule)
+    assert not step.encode and len(step.decode) == 5
+    schedule.settle(step, [0, 1, 2])
+    (step,) = begin(schedule)
+    assert len(step.encode) == 1
