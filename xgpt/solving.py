@@ -284,7 +284,7 @@ def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress 
     best = choices[0]
     if best.fewest is None:
         raise InfeasibleError(
-            "arrival_rate_per_s: no cluster of `among` sustains it. "
+            f"among: no cluster sustains {load.rate_per_s:.3g} requests/s. "
             + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
             binding="arrival_rate_per_s",
         )

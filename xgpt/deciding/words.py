@@ -323,8 +323,6 @@ def in_words(figure: Ranged, unit: str) -> str:
     text = f"{figure.value:.3g} {unit}"
     if figure.low is None or figure.high is None:
         return text
-    if figure.low <= 0:
-        return f"{text} (likely at most {figure.high:.3g}; in the worst case none)"
     return f"{text} ({range_in_words(figure.low, figure.high, start='likely ')})"
 
 
@@ -333,6 +331,8 @@ USEFUL = 30.0
 
 
 def range_in_words(low: float, high: float, unit: str = "", start: str = "") -> str:
+    if low <= 0:
+        return f"{f'{start}at most {high:.3g} {unit}'.rstrip()}; in the worst case none"
     return f"{start}{low:.3g} to {high:.3g} {unit}".rstrip() if high <= USEFUL * low else "too uncertain for a range"
 
 

@@ -9,7 +9,7 @@ import pytest
 import xgpt
 from xgpt.comparing.compare import compare
 from xgpt.core.schema import Recommendation
-from xgpt.core.schema.recommendation import Sized
+from xgpt.core.schema.recommendation import Ranged, Sized
 from xgpt.deciding import words
 from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import lines
@@ -114,3 +114,10 @@ def test_a_replay_that_breaks_the_bounds_overrules_the_rate(day: str) -> None:
     said = " ".join(lines(found, 1000))
     assert f"No schedule found on your 1 device holds your load; {found.would_hold} would" in said
     assert "held in" not in said
+
+
+def test_a_range_is_said_in_one_way() -> None:
+    """The answer said "in the worst case none" of a rate that --explain called too uncertain for a range."""
+    none = Ranged(value=4.0, low=0.0, high=10.5)
+    assert words.in_words(none, "requests/s") == "4 requests/s (likely at most 10.5; in the worst case none)"
+    assert words.range_in_words(0.0, 10.5, "requests/s") == "at most 10.5 requests/s; in the worst case none"
