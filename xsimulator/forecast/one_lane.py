@@ -62,7 +62,7 @@ class OneLaneModel:
     def prompt_s(self, prompts: Array) -> Array:
         """Return the seconds by which a step that encodes whole prompts takes longer with one more prompt."""
         through = len(self.lane.kinds)
-        found: Array = self.encode_table(prompts + 1)[through] - self.encode_table(prompts)[through]
+        found: Array = np.maximum(self.encode_table(prompts + 1)[through] - self.encode_table(prompts)[through], 0.0)
         return found
 
     @cached_property
