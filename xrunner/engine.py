@@ -296,9 +296,18 @@ class Engine:
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
         self._schedule = self._schedule.fresh()
         self._recorder.clear()
-        for request in self._suspects.recall(old):
+        recalled = self._suspects.recall(old)
+        lost = self._progress.generations.keys() - {request.id for request in recalled} - self._suspects.held
+        for request in [*recalled, *map(self._found_again, sorted(lost))]:
             if request.id in self._progress.generations:
                 self._take_in_again(request)
+
+    def _found_again(self, id_: int) -> Request:
+        """Return a request that a rule had taken out of the queue but not admitted when it failed."""
+        generation = self._progress.generations[id_]
+        request = _request_of(generation, self._now_ns, ())
+        request.generated = len(self._progress.sequence(id_)) - len(generation.prompt)
+        return request
 
     def _take_in_again(self, request: Request) -> None:
         again = self._progress.anew(request, lambda r: self.executor.resumes and self.pool.can_ever_fit(r))

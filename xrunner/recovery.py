@@ -4,7 +4,7 @@ that makes steps fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import replace
 
 from xgpt.core.errors import XgptError
@@ -116,6 +116,10 @@ class Suspects:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+    @property
+    def held(self) -> Set[int]:
+        return self._held.keys()
 
     def fail(self, error: Exception, under_way: Collection[int]) -> int | None:
         """Note that a step failed while these requests had unfinished steps. Return the request at fault, if it is

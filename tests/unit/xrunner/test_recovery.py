@@ -279,3 +279,27 @@ def test_a_plan_that_cannot_be_deployed_is_gone_back_from() -> None:
     assert ended == dict.fromkeys(range(4), "length")
     assert len(deployed) == 1 and refused == ["RuntimeError: can't allocate memory: you tried to allocate 2 TiB"]
     assert not engine.is_emptying and engine.pool.prompt_blocks == 8
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_request_that_a_failing_rule_has_taken_is_not_lost(resumes: bool) -> None:
+    """A rule failed between the queue and the batch: its requests were in neither, and waited for ever."""
+
+    class Dropping(OneLane):
+        failed = 0
+
+        def next_step(self, lane: str = "both") -> Step | None:  # type: ignore[override]
+            if not Dropping.failed and len(self.pool.waiting) and self.pool.num_running > 2:
+                Dropping.failed += 1
+                self.pool.waiting.pop()
+                raise KeyError(5)
+            return super().next_step()
+
+    undisturbed, _, _ = run("chunked", Counting((), resumes=resumes))
+    settings = LaneSettings(mix=True, max_batch=5, token_budget=7)
+    SCHEDULES["dropping"] = lambda: Dropping(settings, Pool(BLOCKS, BLOCK_SIZE))
+    try:
+        tokens, _, _ = run("dropping", Counting((), resumes=resumes))
+    finally:
+        del SCHEDULES["dropping"]
+    assert Dropping.failed and tokens == undisturbed

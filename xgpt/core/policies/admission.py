@@ -180,16 +180,20 @@ class Queue:
         """
         if not goes_on:
             self._taken.clear()
+        self._next = None  # a row may begin with another request than a batch without rows
         for account in self._accounts.values():
             account.order.open_row(row_tokens)
         row: list[Request] = []
         self.longest_by_utility = 0
-        while (request := self.head()) is not None and request.input_length <= row_tokens:
-            order = self._account(request).order
-            if not order.fits_row(request):
+        while len(self):
+            chosen = self._choose()
+            request, order = chosen.request, chosen.account.order
+            if request.input_length > row_tokens or not order.fits_row(request):
                 break
             before, self._taken[request.id] = order.num_dominant, self._numbers.get(request.id, 0)
-            row.append(self.pop())
+            self._take(chosen)
+            self._forget(request)
+            row.append(request)
             if order.num_dominant > before:
                 self.longest_by_utility = max(self.longest_by_utility, request.input_length)
             row_tokens -= request.input_length

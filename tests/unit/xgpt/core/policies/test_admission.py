@@ -328,3 +328,17 @@ def test_in_time_lets_those_last_that_are_too_late() -> None:
     queue.expire(115)  # the fourth by 110
     assert [one.id for one in queue.ahead(5)] == [4, 0, 1, 2, 3]
     assert drained(queue) == [4, 0, 1, 2, 3]
+
+
+def test_rows_that_are_put_back_are_those_that_were_taken():
+    """The head was found before the row began, and another request was removed: put_back then did not know it, and the
+    requests of the batch waited for ever."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        lengths, deadlines = rng.integers(1, 61, 30).tolist(), rng.integers(10**9, 10**10, 30).tolist()
+        queue = filled(make_queue("das", 100), list(map(request, range(30), lengths, deadlines)))
+        for left in (28, 26, 24):
+            assert queue.head() is not None
+            rows = [*queue.fill_row(100), *queue.fill_row(100, goes_on=True)]
+            queue.put_back(rows[2:])
+            assert len(queue) == left
