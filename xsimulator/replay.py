@@ -160,16 +160,19 @@ def _counted(
     has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
     if has_more or part.prefixes is not None or part.timestamp_s is None:
         return None
-    arrivals_ns = (1e9 * part.timestamp_s).astype(int)
-    run = counted(plan, profile, Stream(part.input, part.output, longest, arrivals_ns), is_logged=is_logged)
+    run = counted(plan, profile, Stream(part.input, part.output, longest, _arrivals_ns(part)), is_logged=is_logged)
     if run is not None:
         run.run(KeptBounds((), 0, count))
     return run
 
 
-def _times(plan: PlanDraft, run: Run, part: TraceLengths) -> RequestTimes:
+def _arrivals_ns(part: TraceLengths) -> Ints:
     assert part.timestamp_s is not None
-    arrived, count = (1e9 * part.timestamp_s).astype(int).astype(float), len(part.input)
+    return (1e9 * part.timestamp_s).astype(int)
+
+
+def _times(plan: PlanDraft, run: Run, part: TraceLengths) -> RequestTimes:
+    arrived, count = _arrivals_ns(part).astype(float), len(part.input)
     first, end = (np.asarray(values[:count], float) for values in (run.first_ns, run.end_ns))
     return RequestTimes.of_ns(arrived, first, end, part.output).later(plan.request_path_s)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from xgpt.core.errors import InputError
 from xgpt.core.numbers import decimal, duration, seconds, whole
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Whole(click.IntRange):
@@ -83,14 +86,18 @@ def rates(value: str) -> list[tuple[float, float | None]]:
     return stages
 
 
+def _read(number: Callable[[str], T], text: str, otherwise: S) -> T | S:
+    try:
+        return number(text)
+    except ValueError:
+        return otherwise
+
+
 def factor(value: str | float) -> float:
     """Return the factor in text such as x2 or x1.6. A default is a number already."""
     if not isinstance(value, str):
         return value
-    try:
-        found = decimal(value[1:]) if value[:1] == "x" else 0.0
-    except ValueError:
-        found = 0.0
+    found = _read(decimal, value[1:], 0.0) if value[:1] == "x" else 0.0
     if not found > 0:
         raise click.BadParameter(f"{value!r} is not accepted; write a factor above 0, such as x2 or x1.6")
     return found
@@ -110,10 +117,7 @@ def prices(value: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in value.split(","):
         name, _, text = part.strip().rpartition("=")
-        try:
-            price = decimal(text)
-        except ValueError:
-            price = 0.0
+        price = _read(decimal, text, 0.0)
         if not name or name in found or not (math.isfinite(price) and price > 0):
             raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
         found[name] = price
@@ -122,20 +126,14 @@ def prices(value: str) -> dict[str, float]:
 
 def devices(value: str) -> int | str:
     """Return a number of devices, or auto. The API rejects other text."""
-    try:
-        return whole(value)
-    except ValueError:
-        return value
+    return _read(whole, value, value)
 
 
 def requests_or_all(value: str) -> int | str:
     """Return a number of requests, or all."""
     if value == "all":
         return "all"
-    try:
-        found = whole(value)
-    except ValueError:
-        found = 0
+    found = _read(whole, value, 0)
     if found < 1:
         raise InputError("num_requests", value, "give a whole number of at least 1, or all")
     return found
@@ -146,10 +144,7 @@ def devices_of_each(value: str) -> int | dict[str, int]:
     found: dict[str, int] = {}
     for part in value.split(","):
         name, _, count = part.strip().rpartition("=")
-        try:
-            found[name] = whole(count)
-        except ValueError:
-            found[name] = 0
+        found[name] = _read(whole, count, 0)
         if found[name] < 1 or (not name and "," in value):
             raise InputError("devices", part, "write N, or CLUSTER=N,CLUSTER=N with whole numbers of at least 1")
     return found.get("", found)
@@ -158,10 +153,7 @@ def devices_of_each(value: str) -> int | dict[str, int]:
 def held(value: str) -> tuple[str, int]:
     """Return the control variable and its value, given as NAME=N."""
     name, _, text = (part.strip() for part in value.partition("="))
-    try:
-        number = whole(text)
-    except ValueError:
-        number = -1
+    number = _read(whole, text, -1)
     if not name or number < 0:
         raise InputError("--fix", value, "write NAME=N, with a whole number")
     return name, number
