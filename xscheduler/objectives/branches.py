@@ -149,7 +149,8 @@ class Branch:
     def _group_times(self) -> GroupTimes:
         assert self._sizes is not None
         models, sizes = self.relaxed.models, self._sizes[1].astype(float)
-        return GroupTimes(*models.floor.group_times(sizes), models.model.longest_s(sizes))
+        least_s, alone_s = models.floor.group_times(sizes)
+        return GroupTimes(least_s, alone_s, models.model.longest_s(sizes))
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         left = self._left(rate, waits)
