@@ -135,10 +135,7 @@ def errors(case: Case, measured: Measured) -> tuple[float, float]:
     # latency.
     alone = getattr(case.settings, "max_batch", None) == 1
     latency_s = measured.request_latency_s if alone else measured.latency_s
-    return (
-        case.predicted["throughput"] / measured.throughput_rps - 1,
-        case.predicted["latency"] / latency_s - 1,
-    )
+    return (case.predicted["throughput"] / measured.throughput_rps - 1, case.predicted["latency"] / latency_s - 1)
 
 
 def _draw(rng: np.random.Generator, low: int, high: int) -> int:

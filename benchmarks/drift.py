@@ -93,14 +93,7 @@ def main(seed: int) -> None:
     cases = [("conv to code", conv, code), ("code to conv", code, conv)]
     cases += [(changed.name, shifted(plain), changed) for changed in (shifted(plain, **shift) for shift in SHIFTS)]
     rows = [lab.row(*case, seed) for case in cases]
-    columns = (
-        "shift",
-        "bound, s",
-        "without re-planning: req/s, s",
-        "with re-planning",
-        "known",
-        "swap after",
-    )
+    columns = ("shift", "bound, s", "without re-planning: req/s, s", "with re-planning", "known", "swap after")
     claim = "With re-planning, {good} of {count} shifts are recovered after 500 requests, on the simulated clock."
     good = sum(is_good for _, is_good in rows)
     record("serving/simulated", claim, table(columns, [cells for cells, _ in rows]), good=good, count=len(rows))

@@ -116,14 +116,7 @@ class Row:
 @click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="Trace to use as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 @click.option("--classes", is_flag=True)
-def main(
-    quick: bool,
-    models: str,
-    loads: str,
-    traces: tuple[str, ...],
-    path: Path | None,
-    classes: bool,
-) -> None:
+def main(quick: bool, models: str, loads: str, traces: tuple[str, ...], path: Path | None, classes: bool) -> None:
     if classes:
         rows = [*two_classes()]
         kept = [row.split("|")[4].strip() for row in rows[2:]]
@@ -232,15 +225,7 @@ def measure(model: str, devices: int, load: str, quantity: tuple[str, float], tt
     text = "-" if slack is None else settings_text(slack)
     found = {"fixed": budgets, "slack": [] if slack is None else [slack]}
     plans = {name: [json.loads(dump_json(plan)) for plan in each] for name, each in found.items()}
-    return Row(
-        model,
-        load,
-        ttft_s,
-        tpot_s,
-        settings=text,
-        seconds=round(seconds, 1),
-        plans=plans,
-    )
+    return Row(model, load, ttft_s, tpot_s, settings=text, seconds=round(seconds, 1), plans=plans)
 
 
 def best_of(subject: Problem, policy: PolicyChoice) -> Plan | None:

@@ -82,10 +82,7 @@ ENTRIES = (
     ),
     Entry(
         "Is the plan with the highest throughput also the plan with the highest arrival rate?",
-        {
-            "arrivals": f"{PLAN} 10 {QWEN32}",
-            "saturated": f"{PLAN} 10 {QWEN32} --objective saturated",
-        },
+        {"arrivals": f"{PLAN} 10 {QWEN32}", "saturated": f"{PLAN} 10 {QWEN32} --objective saturated"},
         lambda found: (
             f"At saturation, when requests are always waiting, the plan for the highest throughput "
             f"({policy(found['saturated'])}) serves "

@@ -37,8 +37,7 @@ def _fields(request: type[RequestBase]) -> list[dict[str, Any]]:
         if each["name"] in used:
             each["group"] = "Most used"
     return sorted(
-        found,
-        key=lambda each: (-1, used.index(each["name"])) if each["name"] in used else (ranks[each["group"]], 0),
+        found, key=lambda each: (-1, used.index(each["name"])) if each["name"] in used else (ranks[each["group"]], 0)
     )
 
 

@@ -191,11 +191,7 @@ def solve(
 
 @_takes(FleetRequest)
 def fleet(
-    trace: PathLike,
-    *,
-    latency_bound_s: float | None,
-    progress: Progress | None = None,
-    **asked: Unpack[FleetKeywords],
+    trace: PathLike, *, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[FleetKeywords]
 ) -> FleetPlan:
     """Return the replicas that serve each interval of a day's load at the lowest cost.
 
@@ -321,10 +317,7 @@ def with_settings(plan: Plan | PathLike, *, profile: str | Profile | None = None
 
 @_takes(SimulateRequest)
 def simulate(
-    plan: Plan | PathLike,
-    *,
-    keep_steps: bool = False,
-    **asked: Unpack[SimulateKeywords],
+    plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack[SimulateKeywords]
 ) -> Simulated | SimulatedSessions:
     """Run a plan on the simulated engine, request by request, and return the result. A plan for sessions is run with
     sessions, of which `arrival_rate_per_s` begin in a second.
@@ -484,12 +477,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
 
 @_takes(BenchRequest)
-def bench(
-    target: Plan | PathLike,
-    *,
-    progress: Progress | None = None,
-    **asked: Unpack[BenchKeywords],
-) -> Benched:
+def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked: Unpack[BenchKeywords]) -> Benched:
     """Measure a plan on this machine and compare it with the prediction, or measure an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
@@ -778,10 +766,7 @@ def doctor() -> list[Finding]:
 
 @_takes(ServeFields)
 def serve(
-    plan: Plan | PathLike,
-    *,
-    on_note: Callable[[str], None] = lambda line: None,
-    **asked: Unpack[ServeKeywords],
+    plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, **asked: Unpack[ServeKeywords]
 ) -> None:
     """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT. Call this function in the main thread.
 

@@ -149,9 +149,7 @@ def _replaying(found: Found, problem: Problem, name: str) -> Found:
     if log is None or log.timestamp_s is None or sessions is None:
         return found
     kept = replay_sessions(found.draft, problem.profile, log)
-    return found.estimating(
-        sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions),
-    )
+    return found.estimating(sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions))
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:

@@ -72,11 +72,7 @@ A40_EFFICIENCY = Efficiency(
 
 
 def profile(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    engine: EngineSpec | None = None,
-    kv_dtype: DType | None = None,
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None, kv_dtype: DType | None = None
 ) -> Profile:
     """Return a profile with tables for every tensor-parallel degree that fits in a node and way to divide experts.
 
@@ -171,11 +167,7 @@ class Transfers(TypedDict):
 
 
 def transfers(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    kv_dtype: DType | None = None,
-    engine: EngineSpec | None = None,
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None = None, engine: EngineSpec | None = None
 ) -> Transfers:
     efficiency = cluster.device.efficiency or A40_EFFICIENCY
     hidden_bytes = spec.hidden_size * state_bytes(cluster, dtype, engine)
@@ -212,11 +204,7 @@ class Kernels:
     """
 
     def __init__(
-        self,
-        cluster: ClusterSpec,
-        dtype: DType,
-        engine: EngineSpec | None = None,
-        kv_dtype: DType | None = None,
+        self, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None, kv_dtype: DType | None = None
     ) -> None:
         device = cluster.device
         rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s

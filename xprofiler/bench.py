@@ -114,13 +114,7 @@ class Points:
         encode |= {(n // prompt, prompt) for n in steps if n > max(BATCHES)}
         decode = {(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS}
         decode |= {(n, context) for n in steps if n <= max(BATCHES)}
-        return cls(
-            prompts,
-            contexts,
-            sorted(encode),
-            sorted(decode),
-            steps,
-        )
+        return cls(prompts, contexts, sorted(encode), sorted(decode), steps)
 
 
 def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:

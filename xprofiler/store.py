@@ -281,12 +281,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
 
 
 def import_profile(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    where: str,
-    framework: str,
-    kv_dtype: DType | None = None,
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str, kv_dtype: DType | None = None
 ) -> Profile:
     """Return a profile from the tables of the installed package aiconfigurator, or of a folder."""
     folder = None if where == "aiconfigurator" else Path(where)
@@ -327,10 +322,7 @@ def _kept(content: str) -> Profile | None:
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
     shape = spec.shape.but(name="").model_dump_json()
-    versions = [
-        xgpt_version(cluster.device.type),
-        *(f"{name}={number}" for name, number in libraries().items()),
-    ]
+    versions = [xgpt_version(cluster.device.type), *(f"{name}={number}" for name, number in libraries().items())]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
     key = "\n".join([shape, dtype, kv_dtype or "", device, *versions])
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

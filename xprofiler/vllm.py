@@ -143,12 +143,7 @@ def points(max_context: int, to_measure: StepSizes) -> list[Probe]:
 
 
 def profile(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    *,
-    checkpoint: Path | None,
-    progress: Progress | None = None,
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, *, checkpoint: Path | None, progress: Progress | None = None
 ) -> Profile:
     if checkpoint is None:
         raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")

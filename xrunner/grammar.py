@@ -68,9 +68,7 @@ No earlier line can undo `no_forcing`. Without it, llguidance computes after eac
 is certain, and allows only the usual tokens of that text. A model prefers these tokens anyway. For a constant of 60,000
 characters, the computation adds 6 to 15 ms to every step. Source of the JSON: RFC 8259.
 """
-OPTIONS = {
-    "x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,8}", "json_allow_general_unicode_escapes": True},
-}
+OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,8}", "json_allow_general_unicode_escapes": True}}
 
 
 def json_grammar(schema: dict[str, Any]) -> str:

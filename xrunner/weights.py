@@ -22,11 +22,7 @@ from xrunner.models import Model
 from xrunner.models.layers import Linear
 from xrunner.parallel import Cut, Part, build, cuts, materialise, places_of
 
-DTYPES: dict[DType, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:

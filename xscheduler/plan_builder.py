@@ -24,11 +24,7 @@ from xsimulator.stages import is_grouped
 
 
 def draft_of(
-    problem: Problem,
-    space: Space,
-    values: dict[str, float],
-    settings: PolicySettings,
-    effort: SearchEffort,
+    problem: Problem, space: Space, values: dict[str, float], settings: PolicySettings, effort: SearchEffort
 ) -> PlanDraft:
     """Return one point of a search space, a choice of settings, with its predicted figures."""
     profile, limits = problem.profile, space.limits

@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import (
-    Constraint,
-    EngineSpec,
-    KvPromise,
-    ModelSpec,
-    PolicySettings,
-    Speculation,
-    Variable,
-)
+from xgpt.core.schema import Constraint, EngineSpec, KvPromise, ModelSpec, PolicySettings, Speculation, Variable
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import most_running
 from xscheduler.expression import Values, value_of
@@ -127,14 +119,7 @@ class Space:
         self.between = False
         self.left: Left | None = None
 
-    def under(
-        self,
-        constraint: Constraint,
-        bound: float,
-        *,
-        between: bool = False,
-        left: Left | None = None,
-    ) -> Space:
+    def under(self, constraint: Constraint, bound: float, *, between: bool = False, left: Left | None = None) -> Space:
         """Return a space with the same settings under another constraint.
 
         Args:

@@ -23,8 +23,7 @@ class Tolerances(Frozen):
         default=0.02, description="bounds of boxes are not valid if a point exceeds its own by more than this"
     )
     close: float = Field(
-        default=0.005,
-        description="a placement is settled if its bound exceeds the best rate by at most this",
+        default=0.005, description="a placement is settled if its bound exceeds the best rate by at most this"
     )
     rate: float = Field(default=0.005, description="precision of the best plan's rate; better rates are higher by more")
     rate_of_others: float = Field(default=0.03, description="precision of the rate of a policy that cannot win")

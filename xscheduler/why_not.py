@@ -97,11 +97,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
             fastest_point = int(np.argmin(np.where(evaluation.fits, times.latency, np.inf)))
             if headroom * float(times.latency[fastest_point]) < nearest.get("latency_bound_s", np.inf):
                 quickest = Fastest(kind, float(times.ttft[fastest_point]), float(times.tpot[fastest_point]))
-            for name, values in (
-                ("latency_bound_s", times.latency),
-                ("ttft_s", times.ttft),
-                ("tpot_s", times.tpot),
-            ):
+            for name, values in (("latency_bound_s", times.latency), ("ttft_s", times.ttft), ("tpot_s", times.tpot)):
                 least = float(values[evaluation.fits].min()) * headroom
                 nearest[name] = min(nearest.get(name, least), least)
     return nearest, quickest

@@ -45,11 +45,7 @@ class Run:
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
         q = plan.constraint.quantile
         return measure(
-            self.log,
-            quantile=q,
-            quantile_output=quantile(workload.output, q),
-            skip_requests=skip,
-            num_requests=count,
+            self.log, quantile=q, quantile_output=quantile(workload.output, q), skip_requests=skip, num_requests=count
         )
 
 

@@ -62,16 +62,7 @@ PARTS = {
 }
 
 
-COLUMNS = (
-    "part, date",
-    "source",
-    "what",
-    "paper",
-    "ours",
-    "holds if",
-    "holds",
-    "what decides",
-)
+COLUMNS = ("part, date", "source", "what", "paper", "ours", "holds if", "holds", "what decides")
 PAPERS = {"exegpt": ("exegpt",), "orca": ("orca", "periflow"), "tcb": ("tcb",)}
 """Results of the page, and the first words of their parts' names."""
 

@@ -36,8 +36,7 @@ def load(checkpoint: str, precision: DType, budget: int) -> Callable[[list[Reque
 
     def run(requests: list[Request]) -> int:
         rule = OneLane(
-            LaneSettings(mix=True, token_budget=budget),
-            Pool(NUM_BLOCKS, BLOCK_SIZE, waiting=make_queue("lpt")),
+            LaneSettings(mix=True, token_budget=budget), Pool(NUM_BLOCKS, BLOCK_SIZE, waiting=make_queue("lpt"))
         )
         engine = Engine(rule, worker)
         for id_, request in enumerate(requests):

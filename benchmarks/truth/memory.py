@@ -14,12 +14,7 @@ from pathlib import Path
 from benchmarks.truth.loads import Served
 from benchmarks.truth.sources import Figures, Row, predicted
 
-LOGGED = {
-    ("llama-2-7b", 1): 7463,
-    ("codellama-34b", 2): 26603,
-    ("llama-2-70b", 4): 31357,
-    ("mixtral-8x7b", 2): 27511,
-}
+LOGGED = {("llama-2-7b", 1): 7463, ("codellama-34b", 2): 26603, ("llama-2-70b", 4): 31357, ("mixtral-8x7b", 2): 27511}
 VERIFYING = {"mixtral-8x7b"}
 
 

@@ -42,13 +42,7 @@ def connect(address: tuple[str, int], timeout_s: float = 30.0) -> socket.socket:
 
 
 def request(
-    body: Any,
-    *,
-    method: str = "POST",
-    length: int | None = None,
-    extra: str = "",
-    path: str = "",
-    key: str = ADMIN_KEY,
+    body: Any, *, method: str = "POST", length: int | None = None, extra: str = "", path: str = "", key: str = ADMIN_KEY
 ) -> bytes:
     """A whole request; `length`: another Content-Length than its body's."""
     content = body if isinstance(body, bytes) else json.dumps({"model": "small", **body}).encode()

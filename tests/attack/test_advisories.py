@@ -396,12 +396,7 @@ HEADS: dict[str, tuple[str, str, str, set[int]]] = {
         f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY[:20]}{'0' * (len(ADMIN_KEY) - 20)}\r\n",
         {401},
     ),
-    "a key that is no text": (
-        "GET",
-        "/v1/models",
-        "Host: 127.0.0.1\r\nAuthorization: Basic \xff\xfe=\r\n",
-        {401},
-    ),
+    "a key that is no text": ("GET", "/v1/models", "Host: 127.0.0.1\r\nAuthorization: Basic \xff\xfe=\r\n", {401}),
     "many qualities": ("GET", "/metrics", f"Host: 127.0.0.1\r\nAccept: {'a;q=0.1,' * 5000}\r\n", {400, 401}),
     "a length for no body": ("GET", "/plan", "Host: 127.0.0.1\r\nContent-Length: 99999999\r\n", {401, 413}),
 }

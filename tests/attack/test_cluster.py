@@ -93,10 +93,7 @@ def test_a_prompt_that_the_encode_lane_never_holds(
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_full_disk_ends_the_step_log_alone(checkpoint: Path, tmp_path: Path) -> None:
-    with (
-        attacked("tp", checkpoint, tmp_path, "--step-log", "/dev/full") as target,
-        target.left_as_it_was(memory=False),
-    ):
+    with attacked("tp", checkpoint, tmp_path, "--step-log", "/dev/full") as target, target.left_as_it_was(memory=False):
         for _ in range(3):
             assert target.complete(prompt=[5] * 8, max_tokens=400, ignore_eos=True)[0] == 200
         assert target.metric("xgpt_step_log_lost") > 0
@@ -156,8 +153,7 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
 @pytest.mark.point(27)
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flavour", "kind"),
-    [("one", "engine"), *((flavour, kind) for flavour in SEVERAL for kind in ("worker", "engine"))],
+    ("flavour", "kind"), [("one", "engine"), *((flavour, kind) for flavour in SEVERAL for kind in ("worker", "engine"))]
 )
 def test_a_process_that_is_killed_while_it_compiles_schemas_loses_no_request(
     flavour: str, kind: str, checkpoint: Path, tmp_path: Path

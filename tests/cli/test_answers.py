@@ -138,10 +138,7 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
     Path("hour.csv").write_text("\n".join(["time_s,prompt_tokens,completion_tokens", *rows]) + "\n")
     replay = ("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--since", "60", "--json")
     exact, part = (json.loads(xgpt(*replay, "--requests", count).out) for count in ("all", "20"))
-    assert (exact["num_requests"], part["num_requests"]) == (
-        sum(float(row.split(",")[0]) >= 60 for row in rows),
-        20,
-    )
+    assert (exact["num_requests"], part["num_requests"]) == (sum(float(row.split(",")[0]) >= 60 for row in rows), 20)
     grown = json.loads(xgpt(*replay, "--rate", "x1.25").out)
     assert grown["throughput_rps"] == pytest.approx(1.25 * exact["throughput_rps"], rel=0.1)
     monkeypatch.setattr("xsimulator.replay.MANY_REQUESTS", 10)

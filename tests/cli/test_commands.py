@@ -121,8 +121,7 @@ def test_a_broken_plan_is_refused(xgpt: Xgpt, plan: Path, tmp_path: Path, comman
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    few([("serve", "plan.json"), ("serve", "plan.json", "--dry-run"), ("bench", "plan.json")], whole=True),
+    "arguments", few([("serve", "plan.json"), ("serve", "plan.json", "--dry-run"), ("bench", "plan.json")], whole=True)
 )
 def test_a_plan_for_another_machine_is_refused(
     xgpt: Xgpt, plan: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]

@@ -247,8 +247,7 @@ def test_commands_run(block: Block, directory: Directory) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "command",
-    sorted({each for block in BLOCKS for each in block.commands if each.startswith("python -m benchmarks.")}),
+    "command", sorted({each for block in BLOCKS for each in block.commands if each.startswith("python -m benchmarks.")})
 )
 def test_benchmarks_accept_the_options(command: str) -> None:
     words = command.split()

@@ -25,10 +25,7 @@ RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(3, VOCABULARY, n).tolist() for n in RNG.integers(1, 90, 60)]
 OUTPUTS = RNG.integers(1, 30, 60).tolist()
 ARRIVALS_S = np.cumsum(RNG.exponential(0.01, 60)).tolist()
-LENGTHS = {
-    "input": {"kind": "uniform", "min": 1, "max": 90},
-    "output": {"kind": "uniform", "min": 1, "max": 30},
-}
+LENGTHS = {"input": {"kind": "uniform", "min": 1, "max": 90}, "output": {"kind": "uniform", "min": 1, "max": 30}}
 
 
 @pytest.fixture(autouse=True)

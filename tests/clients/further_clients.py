@@ -52,12 +52,7 @@ def llama_index() -> None:
     from llama_index.llms.openai_like import OpenAILike
 
     llm = OpenAILike(
-        model=model,
-        api_base=url,
-        api_key="none",
-        is_chat_model=True,
-        is_function_calling_model=True,
-        max_tokens=300,
+        model=model, api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=True, max_tokens=300
     )
     answer = llm.chat_with_tools([FunctionTool.from_defaults(weather)], "Where?", tool_required=True)
     (call, *_) = llm.get_tool_calls_from_response(answer)

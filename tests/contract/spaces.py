@@ -90,11 +90,7 @@ class Spaces:
             if space.capacity >= space.least_requests:
                 spaces.append(space)
         screen = PlacementBounds(
-            self.spec,
-            lowered(self.profile),
-            self.lengths,
-            self.lengths.decodes_at(constraint.quantile),
-            self.max_batch,
+            self.spec, lowered(self.profile), self.lengths, self.lengths.decodes_at(constraint.quantile), self.max_batch
         )
         if not spaces:
             return []

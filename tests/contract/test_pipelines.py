@@ -160,11 +160,7 @@ def test_partial_tensor_parallelism() -> None:
     assert degrees(3, 1, 0) == (1, 1, 1)
     assert [
         stage.far for stage in lane((4, 4, 4), (1, 1, 1), cluster=problem("gpt3-39b", "a40x16", "orca").cluster)
-    ] == [
-        False,
-        False,
-        True,
-    ]
+    ] == [False, False, True]
 
 
 def test_memory_is_shared_out() -> None:

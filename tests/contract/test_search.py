@@ -148,7 +148,7 @@ def test_the_nearest_bound_can_be_asked_for(kinds: tuple[str, ...]) -> None:
     def plan(constraint: Constraint) -> Plan:
         subject = problem("llama-3.1-8b", "h200x1", "orca")
         return Scheduler(
-            Problem(subject.model, None, subject.cluster, subject.workload, subject.profile, constraint),
+            Problem(subject.model, None, subject.cluster, subject.workload, subject.profile, constraint)
         ).best(kinds)
 
     with pytest.raises(InfeasibleError, match=r"latency_bound_s: no schedule of .* keeps 0\.001 s") as failure:

@@ -44,11 +44,7 @@ LANES = {
         mix=False, max_batch=9, refill_when_empty=True, microbatches=2, encode_parts=2
     ),
     "waa": TwoLaneSettings(
-        encode_tokens=20.0,
-        encode_stages=2,
-        encode_blocks=15,
-        max_decode_batch=9,
-        decode_microbatches=2,
+        encode_tokens=20.0, encode_stages=2, encode_blocks=15, max_decode_batch=9, decode_microbatches=2
     ),
     "waa, buffered": TwoLaneSettings(
         encode_tokens=20.0,

@@ -49,13 +49,7 @@ TWO_LANES = {"encode_batch": 2, "max_decode_batch": 14}
 # Tensor-parallel degrees of the stages of a lane.
 PLACEMENTS = {"tp2": [2], "pp2": [1, 1], "tp2+1": [2, 1], "pp3": [1, 1, 1]}
 # Lanes of WAA, each as above.
-LANES = {
-    "1+1": ([1], [1]),
-    "1+2": ([1], [1, 1]),
-    "2+1": ([1, 1], [1]),
-    "tp2+1": ([2], [1]),
-    "1+tp2": ([1], [2]),
-}
+LANES = {"1+1": ([1], [1]), "1+2": ([1], [1, 1]), "2+1": ([1, 1], [1]), "tp2+1": ([2], [1]), "1+tp2": ([1], [2])}
 LANES_OF_FOUR = {"1+tp2+1": ([1], [2, 1]), "tp2+1+1": ([2, 1], [1])}
 NAMES = {
     "experts": "mixtral-grouped",

@@ -405,8 +405,7 @@ def solitary(model, id_, prompt, max_output):
 
 
 @pytest.mark.parametrize(
-    "policy, backend",
-    few([("chunked", "numba"), *((name, "numba") for name in OTHERS), ("chunked", "reference")]),
+    "policy, backend", few([("chunked", "numba"), *((name, "numba") for name in OTHERS), ("chunked", "reference")])
 )
 @pytest.mark.parametrize("name", few(FIRST_SHAPES, 2))
 def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):

@@ -114,10 +114,7 @@ def test_rows_are_predicted_as_their_scripts_started_the_engine(
 
 
 def test_the_table_has_rows_that_nothing_was_fitted_to_in_a_column_of_their_own() -> None:
-    rows = [
-        Row("a", "x", True, {"TPOT": 1.0}, {"TPOT": 1.1}),
-        Row("a", "y", False, {"TPOT": 2.0}, {"TPOT": 1.0}),
-    ]
+    rows = [Row("a", "x", True, {"TPOT": 1.0}, {"TPOT": 1.1}), Row("a", "y", False, {"TPOT": 2.0}, {"TPOT": 1.0})]
     lines = table(rows).splitlines()
     assert lines[2:] == ["| a |  |  | TPOT | 1 | 50.0 | 50.0 | -50.0 | 1 | 10.0 | 10.0 |"]
 

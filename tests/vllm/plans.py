@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.core.schema import (
-    Admission,
-    Constraint,
-    KvPromise,
-    Plan,
-    RraSettings,
-    SingleLaneSettings,
-    Stage,
-    WaaSettings,
-)
+from xgpt.core.schema import Admission, Constraint, KvPromise, Plan, RraSettings, SingleLaneSettings, Stage, WaaSettings
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xscheduler.problem import Problem

@@ -26,11 +26,7 @@ from xgpt.comparing.scoring import (
 )
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import (
-    ClusterSpec,
-    Plan,
-    Recommendation,
-)
+from xgpt.core.schema import ClusterSpec, Plan, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.recommend import name_of

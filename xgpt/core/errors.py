@@ -39,13 +39,7 @@ class InfeasibleError(XgptError):
     exit_code = 1
 
     def __init__(
-        self,
-        message: str,
-        *,
-        nearest_bound_s: float | None = None,
-        binding: str,
-        reason: str = "",
-        because: str = "",
+        self, message: str, *, nearest_bound_s: float | None = None, binding: str, reason: str = "", because: str = ""
     ) -> None:
         super().__init__(message)
         self.reason = reason

@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, cut, similar
-from xgpt.core.trace_files import (
-    MOST_LINE_BYTES,
-    Role,
-    check_memory,
-    head_of,
-    lines_of,
-    memory_of,
-    names,
-    text_of,
-)
+from xgpt.core.trace_files import MOST_LINE_BYTES, Role, check_memory, head_of, lines_of, memory_of, names, text_of
 
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
@@ -177,15 +168,7 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
             lengths[i] = _with_parts(lengths[i], [cells[part].strip() for part in parts])
         turn = {role: cells[at].strip() for role, at in of_turns.items() if cells[at].strip()}
         yield Row(
-            f"{path}, line {reader.line_num}",
-            lengths[0],
-            lengths[1],
-            time,
-            failed,
-            fields,
-            time_name,
-            turn,
-            delay_name,
+            f"{path}, line {reader.line_num}", lengths[0], lengths[1], time, failed, fields, time_name, turn, delay_name
         )
 
 

@@ -196,10 +196,7 @@ def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: 
     Returns:
         Input and output lengths, each [n].
     """
-    return (
-        draw(workload.input, n, rng, stratified=stratified),
-        draw(workload.output, n, rng, stratified=stratified),
-    )
+    return (draw(workload.input, n, rng, stratified=stratified), draw(workload.output, n, rng, stratified=stratified))
 
 
 def draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified: bool = True) -> Ints:

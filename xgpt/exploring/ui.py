@@ -170,10 +170,7 @@ def build_app(token: str) -> Starlette:
             Route("/ask", _of_this_page(ask), methods=["POST"]),
             Route("/trace", _of_this_page(trace), methods=["POST"]),
         ],
-        middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(NAMES)),
-            Middleware(_WithToken, token=token),
-        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(NAMES)), Middleware(_WithToken, token=token)],
         lifespan=lifespan,
     )
 

@@ -241,12 +241,7 @@ class Observer:
         is_newly_missed, self._has_judged_missed = now.is_missed and not self._has_judged_missed, now.is_missed
         is_other_pace = slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread)
         is_risen = self._is_risen(now.plan, sample.arrival_rate_per_s())
-        causes = {
-            "reuse": common is not None,
-            "pace": is_other_pace,
-            "arrivals": is_risen,
-            "goodput": is_newly_missed,
-        }
+        causes = {"reuse": common is not None, "pace": is_other_pace, "arrivals": is_risen, "goodput": is_newly_missed}
         if others is not None:
             self._since_s = float(others.arrival_s[0])
             found = now.observe(others).but(cause="lengths")

@@ -84,10 +84,7 @@ class Vllm:
         model = [] if given[:1] and given[0].startswith("-") else ["--model"]
         command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", *model, *given]
         command += ["--host", "127.0.0.1", "--port", str(port)]
-        with (
-            package_path() as packages,
-            started(command, packages, variables | preload(vllm_python)) as process,
-        ):
+        with package_path() as packages, started(command, packages, variables | preload(vllm_python)) as process:
             reader = Reader(process)
             url = f"http://127.0.0.1:{port}"
             wait_ready(url, until_s, lambda: None if process.poll() is None else reader.last_error())

@@ -197,15 +197,7 @@ class AttentionBackend(ABC):
         """Return whether the backend runs on a device with this dtype."""
 
     @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        batch: Batch,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, scoring: Scoring = PLAIN) -> Tensor:
         """Write `k` and `v` into the cache. Then return the attention of each query over the keys visible to it.
 
         Query head h reads key head h // (heads / kv_heads).

@@ -16,15 +16,7 @@ class ReferenceAttention(AttentionBackend):
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        batch: Batch,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, scoring: Scoring = PLAIN) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()

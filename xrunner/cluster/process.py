@@ -209,11 +209,7 @@ class Executing:
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
-        except (
-            RuntimeError,
-            MemoryError,
-            OSError,
-        ) as error:  # there is too little memory, or a peer is missing
+        except (RuntimeError, MemoryError, OSError) as error:  # there is too little memory, or a peer is missing
             reason = f"{type(error).__name__}: {error}"
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, reason, MachineError.exit_code)))
             return

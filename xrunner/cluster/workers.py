@@ -103,12 +103,7 @@ class Workers:
     """Starts workers, deploys a plan's parts to them, and detects when a worker is lost."""
 
     def __init__(
-        self,
-        num_workers: int,
-        *,
-        host: str = "127.0.0.1",
-        first_device: int = 0,
-        machines: MachineGroup = THIS_MACHINE,
+        self, num_workers: int, *, host: str = "127.0.0.1", first_device: int = 0, machines: MachineGroup = THIS_MACHINE
     ) -> None:
         self.num_workers = num_workers
         self.host = host

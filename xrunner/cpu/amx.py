@@ -163,14 +163,7 @@ def score_keys(
 
 @inlined
 def add_values(
-    typing_context: Any,
-    pairs: Any,
-    values: Any,
-    sums: Any,
-    from_values: Any,
-    num_steps: Any,
-    head_dim: Any,
-    lanes: Any,
+    typing_context: Any, pairs: Any, values: Any, sums: Any, from_values: Any, num_steps: Any, head_dim: Any, lanes: Any
 ) -> Any:
     """Add weights^T * values to sums, for 32 dimensions of the values.
 

@@ -94,15 +94,7 @@ class NumbaAttention(AttentionBackend):
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cpu" and dtype == torch.float32
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        batch: Batch,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, scoring: Scoring = PLAIN) -> Tensor:
         count = num_threads()
         numba.set_num_threads(count)
         out = torch.empty(q.shape)

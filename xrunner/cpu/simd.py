@@ -71,14 +71,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 @inlined
 def dot_keys(
-    typing_context: Any,
-    query: Any,
-    keys: Any,
-    scores: Any,
-    from_query: Any,
-    from_keys: Any,
-    head_dim: Any,
-    lanes: Any,
+    typing_context: Any, query: Any, keys: Any, scores: Any, from_query: Any, from_keys: Any, head_dim: Any, lanes: Any
 ) -> Any:
     """Compute dot products of one query with `lanes` (16) contiguous keys. `head_dim` must be a multiple of `lanes`.
 

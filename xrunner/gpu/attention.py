@@ -54,15 +54,7 @@ class TritonAttention(AttentionBackend):
         floats = (torch.float32, torch.float16, torch.bfloat16)
         return device.type == "cuda" and dtype in floats and importlib.util.find_spec("triton") is not None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        batch: Batch,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, scoring: Scoring = PLAIN) -> Tensor:
         is_plain = len(cache) == 2 and scoring._replace(scale=None) == PLAIN
         if batch.both_ways or batch.first_key is not None or not is_plain:
             return self._reference.forward(q, k, v, cache, batch, scoring)

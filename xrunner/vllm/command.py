@@ -90,13 +90,7 @@ def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
     return math.ceil(tokens * plan.model.kv_bytes_per_token(plan.kv_dtype or plan.dtype) * share)
 
 
-def launch(
-    plan: Plan,
-    *,
-    plan_path: str,
-    config: dict[str, Any] | None = None,
-    reuse: bool = True,
-) -> Launch:
+def launch(plan: Plan, *, plan_path: str, config: dict[str, Any] | None = None, reuse: bool = True) -> Launch:
     """Return how to start vLLM for a plan whose policy has one lane."""
     settings_of(plan)  # raises InputError if vLLM cannot run the plan
     if runs_by_itself(plan):
@@ -126,12 +120,7 @@ def own_arguments(plan: Plan) -> list[str]:
 
 
 def launch_lane(
-    plan: Plan,
-    lane: LaneName,
-    connector: dict[str, Any],
-    group: int = 0,
-    *,
-    config: dict[str, Any] | None = None,
+    plan: Plan, lane: LaneName, connector: dict[str, Any], group: int = 0, *, config: dict[str, Any] | None = None
 ) -> Launch:
     """Return how to start vLLM for one lane of a WAA plan, or for a group of its encode lane, with vLLM's own
     scheduler.
@@ -156,13 +145,7 @@ def launch_lane(
     return replace(started, arguments=started.arguments + extra, variables=variables_, group=group)
 
 
-def _launch(
-    plan: Plan,
-    lane: LaneName,
-    stages: tuple[Stage, ...],
-    scheduler: str,
-    config: dict[str, Any],
-) -> Launch:
+def _launch(plan: Plan, lane: LaneName, stages: tuple[Stage, ...], scheduler: str, config: dict[str, Any]) -> Launch:
     if plan.checkpoint is None:
         raise InputError("plan.checkpoint", None, "vLLM reads weights from a directory; plan with --model DIRECTORY")
     if plan.model.is_encoder_decoder:

@@ -57,9 +57,7 @@ class Instances:
             raise
 
     def _start(
-        self,
-        launches: Callable[[Path], Sequence[Launch]],
-        connect: Callable[[str, Callable[[], bool]], Lanes],
+        self, launches: Callable[[Path], Sequence[Launch]], connect: Callable[[str, Callable[[], bool]], Lanes]
     ) -> None:
         if self._followers is not None:
             self._followers.start()

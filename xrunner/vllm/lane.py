@@ -21,9 +21,7 @@ def settings_of(plan: Plan) -> LaneSettings:
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError(
-            "plan.policy",
-            policy.kind,
-            "its two lanes need two vLLMs, and this is one; plan with another policy",
+            "plan.policy", policy.kind, "its two lanes need two vLLMs, and this is one; plan with another policy"
         )
     if policy.holds_finished:
         raise InputError(

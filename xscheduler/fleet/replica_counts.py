@@ -187,10 +187,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
             raise _not_held(problem)
         replicas = np.tile(states[(states @ problem.prices).argmin()], (count, 1))
         return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
-    constraints = [
-        LinearConstraint(*_shares(problem), np.inf),
-        LinearConstraint(np.ones((1, kinds)), problem.least),
-    ]
+    constraints = [LinearConstraint(*_shares(problem), np.inf), LinearConstraint(np.ones((1, kinds)), problem.least)]
     for limit in problem.limits:
         devices = np.zeros((1, kinds))
         devices[0, limit.kinds] = limit.devices

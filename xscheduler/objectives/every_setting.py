@@ -111,12 +111,7 @@ class EverySetting:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        finish: Callable[[PlanDraft], PlanDraft],
-        best: PlanDraft,
-        rate: float,
-        error: float,
+        self, scheduler: Scheduler, finish: Callable[[PlanDraft], PlanDraft], best: PlanDraft, rate: float, error: float
     ) -> None:
         self._scheduler, self._finish, self._best, self._rate = scheduler, finish, best, rate
         self._allowed = 1 + error * sqrt(LEAST_REQUESTS / MANY_REQUESTS)

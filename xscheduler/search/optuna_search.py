@@ -19,10 +19,7 @@ NUM_TRIALS = 300
 
 
 def sample_points(
-    spaces: Sequence[Space],
-    score: Callable[[optuna.Trial, int, dict[str, Ints]], float],
-    *,
-    num_trials: int,
+    spaces: Sequence[Space], score: Callable[[optuna.Trial, int, dict[str, Ints]], float], *, num_trials: int
 ) -> None:
     """Call `score` for `num_trials` points that Optuna's TPE sampler draws to find high scores."""
     import optuna  # imported here, since the import takes half a second

@@ -64,13 +64,7 @@ class OneLaneRun(Run):
     """The settings of a lane that a run by counts implements (see `is_counted`)."""
 
     def __init__(
-        self,
-        settings: LaneSettings,
-        cost: LaneCost,
-        kv: Kv,
-        stream: Stream,
-        patience_ns: int | None = None,
-        **how: Any,
+        self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, patience_ns: int | None = None, **how: Any
     ) -> None:
         num_batches = settings.microbatches
         super().__init__(stream, kv, num_batches, num_batches * (settings.encode_parts + 2) + 2, **how)

@@ -390,9 +390,8 @@ class MixedSteps:
         count = np.ones_like(tokens) if budget is None else np.maximum(tokens / budget, 1.0)
         encode_s, encode_hops = self._steps(none, (requests / count).ravel(), (tokens / count).ravel())
         times = (count * (tokens > 0)).ravel()
-        prompts = np.maximum(
-            requests, 1.0
-        )  # the k-th of r prompts ends in the step in which k / r of the tokens are encoded
+        # The k-th of r prompts ends in the step in which k / r of the tokens are encoded.
+        prompts = np.maximum(requests, 1.0)
         share = np.minimum((prompts + 1) / (2 * prompts) + 0.5 / count, 1.0)[1:-1]
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 

@@ -46,10 +46,7 @@ class Static(Forecast[OneLaneModel]):
         rounds = np.maximum(lane.longest - 1, 0.0) / lane.mean_decodes
         working = [steps.phase[:, None] / lane.mean_decodes + rounds * np.maximum(each * decode, passing)]
         own_rounds = np.maximum(lane.longest_met - 1, 0.0) / lane.decodes
-        met = [
-            each * (decode * own_rounds + steps.encode / lane.decodes),
-            passing * (lane.decodes - 1) / lane.decodes,
-        ]
+        met = [each * (decode * own_rounds + steps.encode / lane.decodes), passing * (lane.decodes - 1) / lane.decodes]
         return BoundTerms(working, met)
 
 

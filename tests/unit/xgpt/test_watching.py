@@ -212,11 +212,7 @@ def test_other_lengths_are_planned_for_posted_and_rolled_replica_by_replica(plan
 
 def test_a_failed_restart_leaves_the_other_replicas_alone(plan: Plan) -> None:
     with replica(Engine(seed=1), 30, []) as first, replica(Engine(seed=2), 30, []) as second:
-        asked = {
-            "engine": (first, second),
-            "look_s": 0.005,
-            "apply": ": {flags}; echo no room >&2; exit 3",
-        }
+        asked = {"engine": (first, second), "look_s": 0.005, "apply": ": {flags}; echo no room >&2; exit 3"}
         with pytest.raises(MachineError, match=r"could not be restarted \(exit code 3\): no room; no other was"):
             xgpt.watch(plan, **asked, on_alarm=lambda alarm: None)
 

@@ -18,11 +18,7 @@ __all__ = ["tables"]
 
 LATENT = LatentAttention(kv_rank=512, q_rank=2048, rope_head_dim=64, value_head_dim=256)
 SPARSE = Attention(
-    num_heads=64,
-    num_kv_heads=64,
-    head_dim=256,
-    latent=LATENT,
-    indexer=Indexer(num_heads=32, head_dim=128, top_k=2048),
+    num_heads=64, num_kv_heads=64, head_dim=256, latent=LATENT, indexer=Indexer(num_heads=32, head_dim=128, top_k=2048)
 )
 DELTA = Recurrent(num_heads=16, weights=1024 * 4096, state_elements=16 * 128 * 128, state_bytes=16 * 128 * 128 * 4)
 FULL = Attention(num_heads=16, num_kv_heads=4, head_dim=64)

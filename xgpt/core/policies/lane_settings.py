@@ -8,14 +8,7 @@ from typing import Any
 
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.slack import Slack
-from xgpt.core.schema import (
-    ChunkedSettings,
-    EngineSpec,
-    OrcaSettings,
-    RraSettings,
-    SingleLaneSettings,
-    StaticSettings,
-)
+from xgpt.core.schema import ChunkedSettings, EngineSpec, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +115,7 @@ def _orca(settings: OrcaSettings, *_: float) -> LaneSettings:
 
 def _chunked(settings: ChunkedSettings, *_: float) -> LaneSettings:
     return LaneSettings(
-        mix=True,
-        token_budget=settings.token_budget,
-        max_batch=settings.max_batch,
-        microbatches=settings.microbatches,
+        mix=True, token_budget=settings.token_budget, max_batch=settings.max_batch, microbatches=settings.microbatches
     )
 
 

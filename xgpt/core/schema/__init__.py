@@ -3,15 +3,7 @@
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.caches import BYTES_PER_ELEMENT, SCALE_BYTES, Cache, caches_of
 from xgpt.core.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
-from xgpt.core.schema.constraint import (
-    Admission,
-    AdmissionOrder,
-    Constraint,
-    Goal,
-    KvPromise,
-    Objective,
-    SearchMethod,
-)
+from xgpt.core.schema.constraint import Admission, AdmissionOrder, Constraint, Goal, KvPromise, Objective, SearchMethod
 from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import (
     Capacity,
@@ -24,15 +16,7 @@ from xgpt.core.schema.estimate import (
     SearchEffort,
     StepTimes,
 )
-from xgpt.core.schema.model import (
-    HEAD,
-    DType,
-    ModelShape,
-    ModelSpec,
-    Precision,
-    RunDType,
-    StoredDType,
-)
+from xgpt.core.schema.model import HEAD, DType, ModelShape, ModelSpec, Precision, RunDType, StoredDType
 from xgpt.core.schema.model_blocks import Attention, Block, Indexer, Recurrent
 from xgpt.core.schema.model_parts import (
     Experts,

@@ -158,8 +158,7 @@ def test_what_is_not_scored_is_said(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["vllm serve m -tp 2 -dp 4 -ep", "sglang serve m --tp 8 --dp 4 --ep 8 --enable-dp-attention"],
+    "command", ["vllm serve m -tp 2 -dp 4 -ep", "sglang serve m --tp 8 --dp 4 --ep 8 --enable-dp-attention"]
 )
 def test_replicas_may_share_the_experts(command: str) -> None:
     found = read_current(command, load_cluster("h100x8"))
@@ -300,10 +299,7 @@ def test_drafts_are_scored_with_an_acceptance_that_is_stated() -> None:
         ('vllm serve m -sc \'{"model": "small", "num_speculative_tokens": 4}\'', "only eagle, eagle3"),
         ("vllm serve m --spec-method mtp", "no layer for multi-token prediction"),
         ("vllm serve m --spec-method eagle", "give num_speculative_tokens"),
-        (
-            "vllm serve m --spec-method ngram --spec-tokens 3",
-            "acceptance is missing; .* depends on the text",
-        ),
+        ("vllm serve m --spec-method ngram --spec-tokens 3", "acceptance is missing; .* depends on the text"),
         ("vllm serve m -pp 2 --spec-method eagle --spec-tokens 3 --max-model-len 8192", "without pipeline stages"),
         ("vllm serve m -sc '{model: x}'", "write a JSON object"),
         ('vllm serve m -sc \'{"method": "mtp", "parallel_drafting": true}\'', "parallel_drafting"),

@@ -51,12 +51,7 @@ SCORED = {
         ("vllm serve m --tensor-parallel-size=4 --max_num_seqs=8 --port 80", (4, 1, 1), 8, 2048),
         ("python -m vllm.entrypoints.openai.api_server --model m --data-parallel-size 2", (1, 1, 2), 256, 2048),
         ("VLLM_X=1 vllm serve 'a b' --enable-chunked-prefill --gpu-memory-utilization 0.9", (1, 1, 1), 256, 2048),
-        (
-            "vllm serve m -dp 2 --max-num-batched-tokens 1.5k --api-key a b --no-use-tqdm-on-load",
-            (1, 1, 2),
-            256,
-            1500,
-        ),
+        ("vllm serve m -dp 2 --max-num-batched-tokens 1.5k --api-key a b --no-use-tqdm-on-load", (1, 1, 2), 256, 1500),
         ("vllm serve m --max-num-batched-tokens 1K --max-num-seqs=7 -O 2 --generation-config vllm", (1, 1, 1), 7, 1024),
         ("vllm serve m --max-num-batched-tokens 128", (1, 1, 1), 128, 128),
         ("vllm serve m --limit-mm-per-prompt.image 2 --seed -1 --headless --async-scheduling", (1, 1, 1), 256, 2048),

@@ -67,10 +67,7 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
             '{"schema_version": 1, "text": "x", "sizes": {"lengths": [1], "probabilities": [NaN]}}',
             "note.sizes.probabilities.0",
         ),
-        (
-            '{"schema_version": 1, "size": 9223372036854775808}',
-            "note: '9223372036854775808' is not accepted; numbers",
-        ),
+        ('{"schema_version": 1, "size": 9223372036854775808}', "note: '9223372036854775808' is not accepted; numbers"),
         ('{"schema_version": 1, "size": -1e308}', "note: '-1e308' is not accepted; numbers"),
     ],
 )

@@ -189,9 +189,7 @@ def lose_machine(workers: Workers, launchers: list[AwayMachine]) -> None:
     assert eventually(lambda: len(launchers) > before and launchers[-1].orders != [])
 
 
-def test_a_lost_machine_counts_once_though_its_worker_is_missed_first(
-    away: tuple[Workers, list[AwayMachine]],
-) -> None:
+def test_a_lost_machine_counts_once_though_its_worker_is_missed_first(away: tuple[Workers, list[AwayMachine]]) -> None:
     """Two machine losses within a minute were counted as four, and ended the server with all its requests."""
     workers, launchers = away
     for _ in range(3):

@@ -68,10 +68,7 @@ ECHOING: dict[str, tuple[dict[str, Any], str]] = {
         {**CHAT, "messages": [{"role": LONG, "content": "x"}]},
         "/v1/chat/completions",
     ),
-    "a kind of part": (
-        {**CHAT, "messages": [{"role": "user", "content": [{"type": LONG}]}]},
-        "/v1/chat/completions",
-    ),
+    "a kind of part": ({**CHAT, "messages": [{"role": "user", "content": [{"type": LONG}]}]}, "/v1/chat/completions"),
     "a function": (
         {
             **CHAT,
@@ -81,10 +78,7 @@ ECHOING: dict[str, tuple[dict[str, Any], str]] = {
         "/v1/chat/completions",
     ),
     "a schema": (
-        {
-            **CHAT,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": LONG}}},
-        },
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": LONG}}}},
         "/v1/chat/completions",
     ),
 }
@@ -137,10 +131,7 @@ def test_a_field_of_any_form_is_not_decoded_if_it_is_long(field: str) -> None:
 
 
 TEXT = f'"{"x" * 12_000_000}"'
-STORED = {
-    "an object": f'{{"a": [{"[]," * 1_200_000}[]], "b": {TEXT}}}',
-    "a list": f"[{'{},' * 1_200_000}{TEXT}]",
-}
+STORED = {"an object": f'{{"a": [{"[]," * 1_200_000}[]], "b": {TEXT}}}', "a list": f"[{'{},' * 1_200_000}{TEXT}]"}
 
 
 @pytest.mark.parametrize("form", STORED)

@@ -346,11 +346,7 @@ TAGGED = {
         '<parameter name="{}">{}</parameter>\n',
         "</invoke>\n</minimax:tool_call>",
     ),
-    "GLM 4.5 and later": (
-        "<tool_call>weather\n",
-        "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
-        "</tool_call>",
-    ),
+    "GLM 4.5 and later": ("<tool_call>weather\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
 }
 
 

@@ -101,11 +101,7 @@ def served(
         await lasting.stop()
 
     lasting = LastingEngine(
-        cast(RemoteEngine, engine),
-        running=lambda: running,
-        on_step=on_step,
-        on_return=on_return,
-        on_failed=on_failed,
+        cast(RemoteEngine, engine), running=lambda: running, on_step=on_step, on_return=on_return, on_failed=on_failed
     )
     asyncio.run(run())
     assert failed == [] or failures is not None

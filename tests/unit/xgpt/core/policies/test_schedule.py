@@ -199,11 +199,7 @@ def test_waa_encodes_more_when_few_decode(adjustment: float, expected: list[int]
 
 def test_waa_spreads_arrivals_over_the_micro_batches() -> None:
     settings = TwoLaneSettings(
-        encode_tokens=60.0,
-        encode_stages=1,
-        encode_blocks=100,
-        max_decode_batch=6,
-        decode_microbatches=2,
+        encode_tokens=60.0, encode_stages=1, encode_blocks=100, max_decode_batch=6, decode_microbatches=2
     )
     schedule = TwoLane(settings, Pool(1000, 16))
     submit(schedule, *[10] * 6)
