@@ -54,7 +54,7 @@ def best(problem: Problem) -> Plan | None:
     scheduler, plans = Scheduler(problem), list[Plan]()
     for kind in POLICIES:
         with suppress(InfeasibleError):
-            plans.append(scheduler.best_of_each((kind,))[kind])
+            plans.append(scheduler.found((kind,))[kind].plan)
     return max(plans, key=lambda plan: plan.estimate.throughput_rps, default=None)
 
 

@@ -68,7 +68,7 @@ Make = Callable[[], Mapping[str, Plan]]
 
 def searched(model: str, cluster: str, workload: str, bound_s: float | None, kinds: tuple[str, ...]) -> dict[str, Plan]:
     subject = problem(model, cluster, workload_of(workload, model), bound_s)
-    return Scheduler(subject).best_of_each(kinds)
+    return {kind: found.plan for kind, found in Scheduler(subject).found(kinds).items()}
 
 
 def asked(arguments: Mapping[str, object]) -> dict[str, Plan]:

@@ -117,7 +117,7 @@ def searched(subject: Problem, ft_rps: float | None, choices: Choices) -> list[R
         empty = Row(subject.model.name, subject.cluster.name, subject.workload.name, bound_s, choice, None)
         started = time.process_time()
         try:
-            plans = Scheduler(subject).best_of_each(kinds)
+            plans = {kind: found.plan for kind, found in Scheduler(subject).found(kinds).items()}
         except InfeasibleError:
             rows.append(empty)
             continue

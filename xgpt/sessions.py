@@ -114,8 +114,7 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
         raise InputError("workload", workload.name, "its sessions fork: leave `subagents` out of a measured law")
     rng, count = np.random.default_rng(request.seed), request.num_requests or NUM_SESSIONS
     trace = draw_sessions(law, count, rng)
-    sessions = trace.sessions
-    assert sessions is not None
+    sessions = trace.turns
     shared = rng.integers(0, URL_VOCABULARY, law.shared_prefix).tolist()
     pauses = np.append(sessions.pause_s[1:], 0.0) * request.pauses
     turns: list[list[ClientTurn]] = [[] for _ in range(count)]

@@ -41,11 +41,10 @@ class Scheduler:
         other.candidates, other._found = self.candidates.under(constraint), {}
         return other
 
-    def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput at saturation, for the policies that have a plan."""
-        return {kind: found.plan for kind, found in self.found(kinds).items()}
-
     def found(self, kinds: Sequence[str]) -> dict[str, Found]:
+        """Return each policy's schedule with the highest throughput at saturation in closed form, for the policies that
+        have one.
+        """
         plans: dict[str, Found] = {}
         for kind in kinds:
             started = time.perf_counter()

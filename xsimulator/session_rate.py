@@ -46,14 +46,12 @@ SEED = 0
 def _begun(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[TraceLengths, Floats]:
     """Return sessions, and when they begin if one begins each second on average. # [sessions]"""
     sample = sample_of(law, seed)
-    assert sample.sessions is not None
-    size = min(sample.sessions.num_sessions, count // 4)
-    sample = sample.take(np.flatnonzero(sample.sessions.session < size))
+    size = min(sample.turns.num_sessions, count // 4)
+    sample = sample.take(np.flatnonzero(sample.turns.session < size))
     starts_s = times_at(1.0, burstiness, size, np.random.default_rng(seed))
     trace = repeated(sample, times := ceil(count / size))
-    assert trace.sessions is not None
     begun_s = (starts_s + size * np.arange(times)[:, None]).ravel()
-    return trace.take(np.flatnonzero(trace.sessions.session < count)), begun_s[:count]
+    return trace.take(np.flatnonzero(trace.turns.session < count)), begun_s[:count]
 
 
 class SessionRun(NamedTuple):
@@ -89,24 +87,21 @@ class SessionTrial:
         self.turns = turns_of(law)
         self._route = route
         sample = sample_of(law, seed)
-        assert sample.sessions is not None
-        count = 4 * sample.sessions.num_sessions
+        count = 4 * sample.turns.num_sessions
         if route is None or counts_routes(plan):
             known = plan.estimate.capacity
             turns_per_s = known.rate_per_s if known else plan.estimate.throughput_rps
             share = 1 / plan.replicas if route is None else 1
-            needed = LIFETIMES * turns_per_s * share * float(sample.sessions.pause_s.mean())
+            needed = LIFETIMES * turns_per_s * share * float(sample.turns.pause_s.mean())
             count *= max(1, min(ceil(needed / count), LARGEST_RUN // (4 * len(sample.input))))
         else:
             count = max(LEAST_ROUTED, 4 * int(MOST_ROUTED / self.turns / 4))
         self.trace, self._starts_s = _begun(law, plan.constraint.burstiness, count, seed)
-        assert self.trace.sessions is not None
         if keeps_nothing:
-            none = replace(self.trace.sessions, common=np.zeros_like(self.trace.sessions.common))
+            none = replace(self.trace.turns, common=np.zeros_like(self.trace.turns.common))
             self.trace = self.trace._replace(sessions=none)
-        assert self.trace.sessions is not None
         self._loads_s = loads_s(plan, self.trace) if from_host else None
-        number = self.trace.sessions.session
+        number = self.trace.turns.session
         self.counts = (number >= count // 4) & (number < 3 * count // 4)
         self.num_sessions = count // 2
         self._known: dict[float, SessionRun] = {}
@@ -114,16 +109,14 @@ class SessionTrial:
     @property
     def most_share(self) -> float:
         """Share of prompt tokens that turns would find if nothing were evicted."""
-        assert self.trace.sessions is not None
-        return float(np.minimum(self.trace.sessions.common, self.trace.input - 1).sum() / self.trace.input.sum())
+        return float(np.minimum(self.trace.turns.common, self.trace.input - 1).sum() / self.trace.input.sum())
 
     def at(self, rate: float) -> SessionRun:
         """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
-            assert self.trace.sessions is not None
             times = np.zeros(len(self.trace.input))
             starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
-            times[self.trace.sessions.first] = starts[self.trace.sessions.session[self.trace.sessions.first]]
+            times[self.trace.turns.first] = starts[self.trace.turns.session[self.trace.turns.first]]
             sent = self.trace._replace(timestamp_s=times)
             if self._loads_s is not None:
                 run = self._from_host(sent, self._loads_s)
@@ -141,8 +134,7 @@ class SessionTrial:
 
     def _from_host(self, sent: TraceLengths, loads_s: Floats) -> TurnTimes:
         """A turn's K/V is loaded before the turn waits, and the load is part of its waiting."""
-        assert sent.sessions is not None
-        later = sent._replace(sessions=replace(sent.sessions, pause_s=sent.sessions.pause_s + loads_s))
+        later = sent._replace(sessions=replace(sent.turns, pause_s=sent.turns.pause_s + loads_s))
         run = counted_turns(self.plan, self._lanes, later, from_host=True)
         assert run is not None
         return replace(run, trace=sent, arrived_s=run.arrived_s - loads_s)
@@ -187,8 +179,8 @@ def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:
     """Return the seconds in which each turn's K/V comes from host memory, each device over its own link. Loads do not
     wait for each other, and slow no step; what is still in device memory is loaded, too. # [turns]
     """
-    sessions, link = trace.sessions, plan.cluster.host
-    assert sessions is not None and link is not None
+    sessions, link = trace.turns, plan.cluster.host
+    assert link is not None
     tokens = np.where(sessions.after == FIRST, 0, np.maximum(sessions.common - shared_tokens(trace), 0))
     per_token_s = plan.model.kv_bytes_per_token(plan.precision.kv) / (
         link.bandwidth_bytes_per_s * plan.devices_per_replica
@@ -206,8 +198,7 @@ def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> S
     """Replay a log's sessions on one replica, which gets its share of them. First turns begin at their recorded
     times.
     """
-    sessions = trace.sessions
-    assert sessions is not None
+    sessions = trace.turns
     if trace.timestamp_s is None:
         raise InputError("own_times", True, "the log has no times: give `arrival_rate_per_s`")
     mine = trace.take(np.flatnonzero(sessions.session % plan.replicas == 0))
@@ -222,8 +213,7 @@ def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> S
 
 def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:
     """Return the sum of a figure over the turns of each session that counts. # [sessions]"""
-    sessions = times.trace.sessions
-    assert sessions is not None
+    sessions = times.trace.turns
     return times.of_sessions(values)[np.unique(sessions.session[counts])]
 
 

@@ -53,8 +53,8 @@ def routed_engines(plan: PlanDraft, profile: Profile, trace: TraceLengths, route
     larger = max(1, int(trace.input.mean()) // (MANY_BLOCKS * plan.block_size))
     stages = tuple(stage.but(kv_blocks=stage.kv_blocks // larger) for stage in plan.stages)
     plan = plan.but(block_size=larger * plan.block_size, stages=stages)
-    sessions = trace.sessions
-    assert sessions is not None and trace.timestamp_s is not None
+    sessions = trace.turns
+    assert trace.timestamp_s is not None
     chains = Chains(sessions, trace.input, trace.output, plan.block_size)
     router = ReplicaRouter.of(plan) if route == "prefix" else ReplicaRouter(plan.replicas, float("inf"))
     schedules = [policies.build(plan) for _ in range(plan.replicas)]

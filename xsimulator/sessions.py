@@ -50,22 +50,19 @@ class TurnTimes:
 
     @property
     def paused_s(self) -> Floats:
-        assert self.trace.sessions is not None
-        return self.trace.sessions.pause_s
+        return self.trace.turns.pause_s
 
     @property
     def kept_token_s(self) -> Floats:
         """Tokens that each turn found of those that the turn before it computed, times the seconds they were kept."""
-        sessions = self.trace.sessions
-        assert sessions is not None
+        sessions = self.trace.turns
         later = sessions.after != FIRST
         kept = np.where(later, self.cached - shared_tokens(self.trace), 0)
         since = np.where(later, self.arrived_s - self.end_s[sessions.after], 0.0)
         return np.maximum(kept, 0) * since
 
     def of_sessions(self, values: Floats) -> Floats:
-        assert self.trace.sessions is not None
-        return np.bincount(self.trace.sessions.session, values).astype(float)
+        return np.bincount(self.trace.turns.session, values).astype(float)
 
     @property
     def reused_share(self) -> float:
@@ -73,7 +70,6 @@ class TurnTimes:
 
     def reused_by_turn(self, most: int = 10) -> list[float]:
         """Return the share of prompt tokens that the first, second, ... turn of sessions finds."""
-        assert self.trace.sessions is not None
         place = places_in_sessions(self.trace)
         found = [place == i for i in range(most)]
         return [float(self.cached[each].sum() / self.trace.input[each].sum()) for each in found if each.any()]
@@ -81,9 +77,8 @@ class TurnTimes:
 
 def places_in_sessions(trace: TraceLengths) -> Ints:
     """Return for each turn how many turns it follows, one after the other. # [turns]"""
-    assert trace.sessions is not None
     place = np.zeros(len(trace.input), np.int64)
-    for turn, after in enumerate(trace.sessions.after.tolist()):
+    for turn, after in enumerate(trace.turns.after.tolist()):
         place[turn] = 0 if after == FIRST else place[after] + 1
     return place
 
@@ -117,8 +112,8 @@ def counted_turns(
     Args:
         from_host: whether turns find all K/V of their sessions in host memory.
     """
-    sessions = trace.sessions
-    assert sessions is not None and trace.timestamp_s is not None
+    sessions = trace.turns
+    assert trace.timestamp_s is not None
     if (
         "both" not in lanes
         or not plan.shares_prompts
@@ -152,8 +147,7 @@ def counted_turns(
 
 def shared_tokens(trace: TraceLengths) -> int:
     """Return the length of the prefix that all sessions share."""
-    assert trace.sessions is not None
-    return int(trace.sessions.common[trace.sessions.after == FIRST].min())
+    return int(trace.turns.common[trace.turns.after == FIRST].min())
 
 
 def logged_turns(plan: PlanDraft, trace: TraceLengths, log: Sequence[StepRecord]) -> TurnTimes:

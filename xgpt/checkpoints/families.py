@@ -17,6 +17,7 @@ ALIASES: Mapping[str, str] = TABLES["aliases"]
 """Families that are read in the same way as another family with the same fields."""
 NOT_READ: Mapping[str, str] = TABLES["not_read"]
 """Families that xgpt does not read, with the reason."""
+GATED_TOWERS = tuple(TABLES["gated_towers"])
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """If a model also reads images or sound, one of these fields of config.json contains the language model."""
 TOWERS = ("vision_config", "audio_config")
@@ -87,7 +88,7 @@ def _tower(config: Mapping[str, Any]) -> int:
 
     hidden, layers = first("vt_hidden_size", "embed_dim", "hidden_size", "d_model"), first(*LAYERS)
     inner = first("vt_intermediate_size", "intermediate_size", "encoder_ffn_dim") or 4 * hidden
-    has_gate = config.get("hidden_act") == "silu" or str(config.get("model_type")).startswith(("gemma4", "pixtral"))
+    has_gate = config.get("hidden_act") == "silu" or str(config.get("model_type")).startswith(GATED_TOWERS)
     merged = hidden * max(1, first("spatial_merge_size")) ** 2
     out = first("out_hidden_size") or (first("hidden_size") if "embed_dim" in config else 0)
     deep = config.get("deepstack_visual_indexes")

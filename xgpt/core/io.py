@@ -280,7 +280,7 @@ class StepLogWriter:
     file stays locked until `close`, so that no other server writes to it.
 
     Attributes:
-        num_lost: number of steps that were not written.
+        num_lost: number of steps that were not written, or may not have been since the last flush.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,13 +297,14 @@ class StepLogWriter:
             raise MachineError(f"cannot write {path}: {reason_of(error)}; give another file") from None
         self._path = path
         self._encode = msgspec.json.Encoder().encode
-        self.num_lost = 0
+        self.num_lost = self._num_unflushed = 0
 
     def __call__(self, record: StepRecord) -> None:
         if self.num_lost:
             self.num_lost += 1
             return
         try:
+            self._num_unflushed += 1
             self._file.write(self._encode(record) + b"\n")
         except OSError as error:
             self._end(error)
@@ -312,6 +313,7 @@ class StepLogWriter:
         if not self.num_lost:
             try:
                 self._file.flush()
+                self._num_unflushed = 0
             except OSError as error:
                 self._end(error)
 
@@ -321,7 +323,7 @@ class StepLogWriter:
             self._file.close()
 
     def _end(self, error: OSError) -> None:
-        self.num_lost = 1
+        self.num_lost = self._num_unflushed
         logger.warning("the step log %s is no longer written: %s", self._path, reason_of(error))
 
 

@@ -103,13 +103,11 @@ def sample_of(law: SessionLaw, seed: int = 0) -> TraceLengths:
 def turns_of(law: SessionLaw) -> float:
     """Return the mean number of turns of a session."""
     sample = sample_of(law)
-    assert sample.sessions is not None
-    return len(sample.input) / sample.sessions.num_sessions
+    return len(sample.input) / sample.turns.num_sessions
 
 
 def repeated(trace: TraceLengths, times: int) -> TraceLengths:
-    sessions, count = trace.sessions, len(trace.input)
-    assert sessions is not None
+    sessions, count = trace.turns, len(trace.input)
     copy = np.repeat(np.arange(times), count)
 
     def moved(places: Ints, by: int) -> Ints:
@@ -128,8 +126,7 @@ def workload_of_law(name: str, law: SessionLaw) -> Workload:
 
 def law_of(trace: TraceLengths) -> SessionLaw:
     """Return a law with the lengths, turns and pauses of a log's sessions. Forked turns count as turns."""
-    sessions = trace.sessions
-    assert sessions is not None
+    sessions = trace.turns
     is_first = sessions.after == FIRST
     shared = int(sessions.common[is_first].min())
     like, later = sessions.like[~is_first], ~is_first

@@ -58,6 +58,12 @@ class TraceLengths(NamedTuple):
     begin_s: float | None = None
     sessions: TraceSessions | None = None
 
+    @property
+    def turns(self) -> TraceSessions:
+        """The sessions of a trace that has them."""
+        assert self.sessions is not None
+        return self.sessions
+
     def take(self, order: ArrayLike) -> TraceLengths:
         """Return the requests with these indices, in this order, with unchanged times."""
         places = np.asarray(order, dtype=np.int64)

@@ -125,12 +125,6 @@ def launch_lane(
     """Return how to start vLLM for one lane of a WAA plan, or for a group of its encode lane, with vLLM's own
     scheduler.
     """
-    if not isinstance(plan.policy, WaaSettings):
-        raise InputError(
-            "plan.policy",
-            plan.policy.kind,
-            "only waa has separate lanes for encoding and decoding: plan with `policy=waa`",
-        )
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     if lane == "encode" and plan.prefill_groups > 1:
         stages = stages[group : group + 1]

@@ -62,10 +62,6 @@ def hosts_of(plan: Plan) -> list[Host]:
 
 
 def check_waa(plan: Plan) -> None:
-    if len(plan.policy.lanes) == 1:
-        raise InputError(
-            "plan.policy", plan.policy.kind, "only waa runs on several vLLMs: plan with --policy waa, or start one vLLM"
-        )
     if plan.admission.kv != "reserve":
         raise InputError(
             "plan.admission.kv", plan.admission.kv, "a vLLM for each lane can only reserve K/V: plan with `kv=reserve`"

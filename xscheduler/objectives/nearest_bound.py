@@ -30,7 +30,7 @@ def never_kept(
     given = constraint.bounds.given
     binding, base, reason = next(iter(given)), 1.0, ""
     try:
-        scheduler.best_of_each(kinds)
+        scheduler.found(kinds)
     except InfeasibleError as error:  # requests break the bounds even if they do not wait
         if error.binding not in given:
             return error

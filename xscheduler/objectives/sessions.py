@@ -93,8 +93,7 @@ class _KeptTurns:
         law = problem.workload.sessions
         assert law is not None
         trace = sample_of(law)
-        sessions = trace.sessions
-        assert sessions is not None
+        sessions = trace.turns
         most = np.minimum(sessions.common, trace.input - 1)
         shared = np.minimum(most, law.shared_prefix)
         own = np.where(sessions.after == FIRST, 0, most - shared)
@@ -104,8 +103,7 @@ class _KeptTurns:
 
     @property
     def num_sessions(self) -> int:
-        assert self.trace.sessions is not None
-        return self.trace.sessions.num_sessions
+        return self.trace.turns.num_sessions
 
     def found(self, token_s: float) -> Ints:
         left = min(token_s, 1e18) * self.num_sessions - np.cumsum(self.token_s[self.order]) + self.token_s[self.order]
@@ -118,8 +116,7 @@ class _KeptTurns:
         """Return what turns find if all that is kept stays equally long, as under LRU (Che's approximation), for
         `token_s` token-seconds a session.
         """
-        sessions = self.trace.sessions
-        assert sessions is not None
+        sessions = self.trace.turns
         is_last = np.isin(np.arange(len(self.own)), sessions.after, invert=True)
         tokens = float((self.trace.input + self.trace.output - self.shared)[is_last].sum())
         kept_s = np.quantile(sessions.pause_s, np.linspace(0.0, 1.0, 200))

@@ -14,7 +14,7 @@ the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -295,12 +295,21 @@ def mixes_of(lengths: Lengths, *, ahead: bool = False, apart: bool = False, whol
 
 
 class MixedSteps:
-    """Predicts orca and chunked on one lane of stages under one workload."""
+    """Predicts orca and chunked on one lane of stages under one workload.
+
+    Attributes:
+        apart, whole: how steps mix and cut prompts (see `Mixes`). None means as the engine does.
+    """
+
+    apart: ClassVar[bool | None] = None
+    whole: ClassVar[bool | None] = None
 
     def __init__(self, model: OneLaneModel) -> None:
         lane, lengths = model.lane, model.lengths
+        self._is_apart = lane.apart if self.apart is None else self.apart
+        whole = lane.whole_prompts if self.whole is None else self.whole
         self._lane, self._pipeline, self._of_all = lane, model.pipeline, model.of_all
-        self._mixes = mixes_of(lengths, ahead=lane.ahead, apart=lane.apart, whole=lane.whole_prompts)
+        self._mixes = mixes_of(lengths, ahead=lane.ahead, apart=self._is_apart, whole=whole)
         self._quantile_decodes = model.quantile_decodes
         context = model.self_context + lengths.mean_decode_context - lengths.mean_whole_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
@@ -315,12 +324,12 @@ class MixedSteps:
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0
-        if self._lane.apart:
+        if self._is_apart:
             cost, hops, share = self._apart(mix.columns, budget)
         else:
             cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
-        if self._lane.mixing and not self._lane.apart:
+        if self._lane.mixing and not self._is_apart:
             # Mixing slows decodes by a share of the time that they take in a step without prompts. With lower tables, a
             # larger batch must not take longer per request, so only one decode is counted.
             none, batch = np.zeros(size), mix.columns[0, 1]
@@ -343,7 +352,7 @@ class MixedSteps:
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
         met = shares * mix.counts  # a step with more prompts has a greater weight
         first = with_busy[:-1]
-        if self._lane.apart:  # the first token comes at the end of one of the encode steps, before the decode step
+        if self._is_apart:  # the first token comes at the end of one of the encode steps, before the decode step
             first = (first - through[:1]) * share
         ttft = (met * first).sum(axis=0) / met.sum(axis=0)
         met = met / met.sum(axis=0)
@@ -420,8 +429,13 @@ TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 
 
 
 class Mixed(Forecast[OneLaneModel]):
-    """A policy in which every step may both encode and decode."""
+    """A policy in which every step may both encode and decode.
 
+    Attributes:
+        steps: predicts the steps. A policy that mixes prompts and decodes in its own way overrides it.
+    """
+
+    steps: ClassVar[type[MixedSteps]] = MixedSteps
     model = OneLaneModel
     line = load = "max_batch"
     stations = Stations(admits_each_step=True, frees_together=False)
@@ -432,7 +446,7 @@ class Mixed(Forecast[OneLaneModel]):
         budget = columns.get("token_budget")
         if budget is None and most is not None:
             budget = most * microbatches
-        return model.part(MixedSteps).evaluate(columns["max_batch"], budget, microbatches)
+        return model.part(self.steps).evaluate(columns["max_batch"], budget, microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Steps with prompts decode only slightly fewer requests than the mean step, and a request takes no longer in a

@@ -11,7 +11,7 @@ from xscheduler.schedule import Scheduler
 def test_small_values_have_a_neighbour_below() -> None:
     search = Scheduler(problem("llama-3.1-8b", "h200x1", "azure-code").under(Constraint(latency_bound_s=4.0)))
     space = next(space for space in search.candidates.spaces("rra") if space.num_points)
-    some = search.best_of_each(("rra",))["rra"].policy
+    some = search.found(("rra",))["rra"].draft.policy
     for value, others in ((1, {2}), (2, {1, 3}), (3, {2, 5})):
         near = one_step_from(space, some.model_copy(update={"decode_iterations": value}))
         assert {other.decode_iterations for other in near} - {value} == others

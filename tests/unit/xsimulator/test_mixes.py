@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.contract.scenarios import problem
-from xgpt.core.schema import Histogram, Workload
-from xsimulator.forecast.mixes import mixes_of, most_displaced
+from tests.contract.scenarios import one_lane, problem
+from xgpt.core.schema import EngineSpec, Histogram, Workload
+from xsimulator.forecast.mixes import Chunked, MixedSteps, mixes_of, most_displaced
 from xsimulator.lengths import Lengths
 
 
@@ -37,3 +37,17 @@ def test_a_step_that_a_long_prompt_fills_encodes_no_prompt_twice() -> None:
     mix = mixes_of(lengths)(max_batch, budget, np.ones(12))
     assert (mix.counts * mix.shares).sum(axis=0) == pytest.approx(mix.requests)
     assert (mix.columns[2, 1:-1] * mix.shares).sum(axis=0) == pytest.approx(mix.tokens)
+
+
+def test_a_policy_can_mix_in_its_own_way_whatever_the_engine_does() -> None:
+    class Apart(Chunked):
+        steps = type("ApartSteps", (MixedSteps,), {"apart": True})
+
+    engine = EngineSpec(name="toy", framework="toy", version="1")
+    columns = {"max_batch": np.asarray([8.0, 64.0]), "token_budget": np.asarray([256.0, 512.0])}
+
+    def ttft(policy: Chunked, *, mixes: bool) -> list[float]:
+        model = one_lane("llama-3.1-8b", "h200x1", "orca", engine.but(mixes=mixes))
+        return policy.predict(model, columns).ttft.tolist()
+
+    assert ttft(Apart(), mixes=True) == ttft(Chunked(), mixes=False) != ttft(Chunked(), mixes=True)

@@ -32,16 +32,16 @@ def read(family: str, config: Config) -> Config:
         return OTHER_SIZES[family](config)
     config = renamed(family, config)
     fields = _gated(config) | row.get("set", {})
-    if family.startswith("gemma"):
-        fields |= _gemma(config)
+    if row.get("scaled_scores"):
+        fields |= _scaled_scores(config)
     if (window := row.get("window")) is None:
         _check_all_attend(config)
     else:
         pattern = "sliding_window_pattern"
         every = count(config, pattern) if pattern in config else window.get("full_every")
         fields |= windows(config, window.get("default"), every)
-    if family == "gemma3_text":
-        fields |= rope_by_layer(config, 1e6, 1e4)
+    if (bases := row.get("rope_by_layer")) is not None:
+        fields |= rope_by_layer(config, *bases)
     else:
         part = fields["head_dim"] if row.get("rotates_part") else None
         fields |= rope(config, row.get("theta", 10000.0), kinds=tuple(row.get("rope", ANY)), head_dim=part)
@@ -79,7 +79,7 @@ def _check_all_attend(config: Config) -> None:
             raise wrong("layer_types", kind, "each layer must be 'full_attention'")
 
 
-def _gemma(config: Config) -> Config:
+def _scaled_scores(config: Config) -> Config:
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
         raise wrong("use_bidirectional_attention", bidirectional, "only False is supported")
     return {

@@ -33,8 +33,9 @@ from xrunner.server.api.text import ServedModel
 from xrunner.server.api.translated import Translated
 from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
-from xrunner.server.http.answer import Answer, Outputs
+from xrunner.server.http.answer import Answer
 from xrunner.server.http.bodies import Bodies, RequestMemory
+from xrunner.server.http.outputs import Outputs
 from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
 from xrunner.server.submission import CheckedPrompt, Limits, check_prompts, check_support

@@ -157,6 +157,14 @@ def test_a_step_log_has_one_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_steps_that_a_failed_flush_loses_are_counted() -> None:
+    log = StepLogWriter(Path("/dev/full"))
+    for _ in range(3):
+        log(StepRecord(0, 1, ((0, 0, 5),), (1, 2, 3), (), (), ()))
+    log.flush()
+    assert log.num_lost == 3
+
+
 def test_a_step_log_on_a_full_disk_ends_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     """It ended the engine."""
     log = StepLogWriter(Path("/dev/full"))
