@@ -22,7 +22,7 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -239,7 +239,7 @@ def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[flo
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
     for record, following in pairwise(log):
-        index, next_index = (job_of[next(iter(_requests(step)))] for step in (record, following))
+        index, next_index = (job_of[_requests(step)[0]] for step in (record, following))
         job = jobs[index]
         # The last step of a group is followed by a wait for the next group, so its time is unknown.
         if index == next_index >= first_pass and job.holds(record):
@@ -247,9 +247,8 @@ def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[flo
     return times
 
 
-def _requests(step: StepRecord) -> Iterator[int]:
-    yield from (id_ for id_, _, _ in step.encode)
-    yield from step.decode
+def _requests(step: StepRecord) -> list[int]:
+    return [*(id_ for id_, _, _ in step.encode), *step.decode]
 
 
 def fit(
@@ -261,12 +260,9 @@ def fit(
     vllm_version: str,
 ) -> Profile:
     """Compute a profile, with the times of a step's parts, from the seconds of whole steps."""
-    missing = [point for point, seconds in times.items() if not seconds]
-    if missing:
-        point = missing[0]
-        raise MachineError(
-            f"vLLM's log has no {point.kind} step of {point.batch} requests with {point.length} tokens; profile again"
-        )
+    if (missing := next((point for point, seconds in times.items() if not seconds), None)) is not None:
+        sought = f"{missing.kind} step of {missing.batch} requests with {missing.length} tokens"
+        raise MachineError(f"vLLM's log has no {sought}; profile again")
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})
@@ -293,7 +289,7 @@ def fit(
         num_threads=computing_cores(cluster) if cluster.device.type == "cpu" else None,
         layers=(layer,),
         embedding=Curve(points=(1, sizes.step_tokens), seconds=(0.0, 0.0)),
-        head=head.curve,
+        head=head.scaled(),
         overhead=Curve(points=(1, sizes.batches[-1]), seconds=(0.0, 0.0)),
         spread=max(0.0, float(np.quantile(spread, 0.9)) - 1),
         provenance={"embedding": "in rest", "overhead": "in rest and head"},
@@ -376,11 +372,7 @@ class _Line:
     def __call__(self, n: int) -> float:
         return float(np.interp(n, self._points, self._seconds))
 
-    @property
-    def curve(self) -> Curve:
-        return self.scaled(1.0)
-
-    def scaled(self, factor: float) -> Curve:
+    def scaled(self, factor: float = 1.0) -> Curve:
         return Curve(points=tuple(self._points), seconds=tuple(factor * value for value in self._seconds))
 
 

@@ -97,11 +97,9 @@ class Part:
     def __post_init__(self) -> None:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         if self.degree > kv_heads and (self.degree % kv_heads or self.degree > heads):
-            accepted = (
-                f"{self.spec.name} has {heads} attention heads and {kv_heads} key/value heads: take at most {kv_heads}"
-            )
+            has = f"{self.spec.name} has {heads} attention heads and {kv_heads} key/value heads"
             more = f", or a multiple of it up to {heads}" if heads > kv_heads else ""
-            raise InputError("stage.tp", self.degree, accepted + more)
+            raise InputError("stage.tp", self.degree, f"{has}: take at most {kv_heads}{more}")
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> Part:
@@ -156,16 +154,17 @@ class Part:
     def local(self) -> ModelSpec:
         """The sizes of the model that this rank builds. They are not validated: a part may have no encoder layer."""
         first, last = self.layers
-        experts = self.spec.experts
-        if experts is not None:
-            dense = tuple(layer - first for layer in experts.dense_layers if first <= layer < last)
+
+        def inside(layers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(layer - first for layer in layers if first <= layer < last)
+
+        if (experts := self.spec.experts) is not None:
             sizes = {"ffn_size": self.expert_ffn.size, "shared_ffn_size": self.shared_ffn.size}
-            experts = experts.but(dense_layers=dense, **sizes)
-        full = tuple(layer - first for layer in self.spec.full_attention_layers if first <= layer < last)
+            experts = experts.but(dense_layers=inside(experts.dense_layers), **sizes)
         return self.spec.but(
             experts=experts,
-            full_attention_layers=full,
-            num_layers=self.layers[1] - self.layers[0],
+            full_attention_layers=inside(self.spec.full_attention_layers),
+            num_layers=last - first,
             num_encoder_layers=self.encoder_layers[1] - self.encoder_layers[0],
             num_heads=self.heads.size,
             num_kv_heads=self.kv_heads.size,
@@ -236,7 +235,6 @@ def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, dev
 
 
 def join(model: Model, group: Group) -> None:
-
     def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return group.add_up(output)
 

@@ -19,7 +19,6 @@ from xgpt.core.schema import (
 )
 from xscheduler.problem import Problem
 from xscheduler.space import Space
-from xsimulator.lengths import Reused
 from xsimulator.stages import is_grouped
 
 
@@ -109,6 +108,10 @@ def _estimate(problem: Problem, space: Space, values: dict[str, float], memory_b
     output_tokens_per_s = rps * space.lengths.mean_output
     price = problem.cluster.price_per_device_hour
     hourly = None if price is None else price * placement.num_devices * placement.replicas
+    reuse = None
+    if (found := problem.reused) is not None:
+        blocks = found.kept_blocks(space.limits.block_size)
+        reuse = ReuseEstimate(share=found.share, most_share=found.most, kept_blocks=blocks)
     return Estimate(
         throughput_rps=rps,
         output_tokens_per_s=output_tokens_per_s,
@@ -123,7 +126,7 @@ def _estimate(problem: Problem, space: Space, values: dict[str, float], memory_b
         bubble_fraction=values["bubble"],
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
-        reuse=None if problem.reused is None else _reuse(problem.reused, space.limits.block_size),
+        reuse=reuse,
         warnings=(
             *_beyond_profile(problem.profile, space, values),
             *_taken_from_another(problem),
@@ -131,10 +134,6 @@ def _estimate(problem: Problem, space: Space, values: dict[str, float], memory_b
             *_unsupported(problem),
         ),
     )
-
-
-def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
-    return ReuseEstimate(share=reused.share, most_share=reused.most, kept_blocks=reused.kept_blocks(block_size))
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:

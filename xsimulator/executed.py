@@ -18,8 +18,6 @@ from xsimulator.costs.step_cost import StepCounts, lanes_of
 from xsimulator.events import replay
 
 Array = npt.NDArray[np.float64]
-
-
 BETWEEN_NS = 5_000_000
 """Longest gap between consecutive steps of a busy engine."""
 
@@ -85,8 +83,7 @@ def _of_replica(plan: PlanDraft, log: Sequence[StepRecord], rule: Rule | None) -
 
     def note(record: StepRecord, step: Step) -> None:
         if step.lane != "transfer":
-            has_encoder = plan.model.is_encoder_decoder
-            counts = step_counts(schedule, step, has_encoder=has_encoder)
+            counts = step_counts(schedule, step, has_encoder=plan.model.is_encoder_decoder)
             found.append(Executed(record, counts, busy[record.number]))
 
     replay(schedule, log, note)
@@ -112,11 +109,9 @@ def paces(
     steps = [step for step in executed(plan, log, rule) if (step.record.replica, step.record.number) in numbers]
     if not steps:
         return None
-    measured = [step.seconds for step in steps]
-    predicted = [lanes[step.record.lane].step(step.counts)[0] for step in steps]  # type: ignore[index]
     return Paces(
-        np.asarray(measured),
-        np.asarray(predicted),
+        np.asarray([step.seconds for step in steps]),
+        np.asarray([lanes[step.record.lane].step(step.counts)[0] for step in steps]),  # type: ignore[index]
         np.asarray([float(step.counts.num_tokens) for step in steps]),
         np.asarray([_lane_name(plan, step.record) for step in steps]),
     )

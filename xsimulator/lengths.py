@@ -140,22 +140,22 @@ class Lengths:
         blocks = np.ceil((self._held_inputs + self.max_output) / block_size)
         return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
 
+    @property
+    def _ages(self) -> Array:
+        """Probability of each number of decode iterations that a running request has had: in proportion to P(D >= a),
+        since each a in 0 .. D is equally likely.
+        """
+        met = np.concatenate([[1.0], self.survival])
+        return met / met.sum()
+
     def output_blocks(self, block_size: int) -> tuple[float, float]:
         """Return the mean and mean square of the K/V blocks for a running request's output at a random moment."""
-        met = np.concatenate([[1.0], self.survival])
-        met /= met.sum()
+        met = self._ages
         blocks = np.arange(len(met)) / block_size + 1
         return float(blocks @ met), float(blocks**2 @ met)
 
     def _occupied_blocks(self, block_size: int) -> tuple[float, float]:
-        """Compute `occupied_blocks`.
-
-        Let a be the number of a running request's decode iterations so far. Each a in 0 .. D is equally likely, so the
-        probability of a is proportional to P(D >= a).
-        """
-        ages = np.arange(len(self.survival) + 1)
-        met = np.concatenate([[1.0], self.survival])
-        met /= met.sum()
+        ages, met = np.arange(len(self.survival) + 1), self._ages
         blocks = np.ceil((self._held_inputs[:, None] + 1 + ages) / block_size)  # [inputs, ages]
         return float(self.input_probabilities @ blocks @ met), float(self.input_probabilities @ blocks**2 @ met)
 

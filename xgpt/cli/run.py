@@ -53,9 +53,8 @@ def summary(planned: Planned) -> Iterator[object]:
     )
     yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
     yield from plan_text.own_objective_in_words(planned.plans)
-    yield from plan_text.classes_in_words(best)
-    yield from plan_text.headroom_in_words(best)
-    yield from plan_text.engine_in_words(best)
+    for words_of in (plan_text.classes_in_words, plan_text.headroom_in_words, plan_text.engine_in_words):
+        yield from words_of(best)
     yield from plan_text.ranges_in_words(best)
     beside = {} if planned.beside is None else {name_of(planned.beside): planned.beside}
     yield render.plans_table({**planned.plans, **beside})
@@ -69,9 +68,8 @@ def summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.arrivals_in_words(best)
     yield from plan_text.order_in_words(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
-    yield from plan_text.reuse_in_words(best)
-    yield from plan_text.mixing_in_words(best)
-    yield from plan_text.joint_in_words(best)
+    for words_of in (plan_text.reuse_in_words, plan_text.mixing_in_words, plan_text.joint_in_words):
+        yield from words_of(best)
     yield plan_text.profile_in_words(best)
     if best.cluster.is_local and (line := differences(problem.profile)) is not None:
         yield line
@@ -120,17 +118,14 @@ def profile(output: str | None, force: bool, as_json: bool, engine: str, import_
         [str(n), f"{1000 * num_layers * s:.2f}", f"{n / (num_layers * s):.0f}" if s else "-"]
         for n, s in zip(layer.rest.points, layer.rest.seconds, strict=True)
     ]
-    render.show(
-        render.table("all layers except attention", ["tokens", "ms", "tokens/s"], rows),
+    notes = [
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
-        f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
-        *(
-            [f"warning: {profile.unrest}; measure again when the machine is idle"]
-            if profile.is_restless and profile.source == "measured"
-            else []
-        ),
-        *(f"{part}: {source}" for part, source in profile.provenance.items()),
-    )
+        f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}"
+    ]
+    if profile.is_restless and profile.source == "measured":
+        notes.append(f"warning: {profile.unrest}; measure again when the machine is idle")
+    notes += [f"{part}: {source}" for part, source in profile.provenance.items()]
+    render.show(render.table("all layers except attention", ["tokens", "ms", "tokens/s"], rows), *notes)
 
 
 def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:

@@ -73,9 +73,9 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
     if now <= 0:
         return [1.0] * (len(among) + 1)
     factors = [_closed(plan, profile, each) / now for each in among]
-    constraint = plan.constraint.but(burstiness=BURSTS * plan.constraint.burstiness)
-    burst = capacity(plan.but(constraint=constraint), profile, rate_of(plan), edges=False)
-    return [*factors, 1.0 if burst is None or rate_of(plan) <= 0 else burst.rate_per_s / rate_of(plan)]
+    constraint, rate = plan.constraint.but(burstiness=BURSTS * plan.constraint.burstiness), rate_of(plan)
+    burst = capacity(plan.but(constraint=constraint), profile, rate, edges=False)
+    return [*factors, 1.0 if burst is None or rate <= 0 else burst.rate_per_s / rate]
 
 
 def ranges(
@@ -106,7 +106,5 @@ def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     """
     engine = plan.engine or load_engine("xgpt")
     engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))
-    problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)
-    if under.workload is not None:
-        problem = replace(problem, workload=under.workload)
-    return closed_objective(plan, problem)
+    problem = Problem.of(plan, profile.slowed(under.pace))
+    return closed_objective(plan, replace(problem, engine=engine, workload=under.workload or plan.workload))

@@ -112,8 +112,7 @@ def check_model(current: CurrentEngine, name: str) -> None:
     """
     served = current.model or ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", served) and not is_model(served, name):
-        accepted = f"the plans are for {name}: give `model={served}` and its `config`"
-        raise InputError("current", served, accepted)
+        raise InputError("current", served, f"the plans are for {name}: give `model={served}` and its `config`")
 
 
 ASSUMED: dict[SpeculativeMethod, float] = {"mtp": 0.8, "eagle": 0.6, "eagle3": 0.6}
@@ -193,10 +192,8 @@ def sglang_drafts(given: Given) -> Drafts | None:
         raise InputError(field, algorithm, f"xgpt scores only {', '.join(known)}; {WITHOUT}")
     steps = value_of(given, "speculative-num-steps", count, None)
     if steps is None or given.get("speculative-eagle-topk") != "1":
-        accepted = (
-            "xgpt scores only drafts without branches: give --speculative-num-steps and --speculative-eagle-topk 1"
-        )
-        raise InputError(field, algorithm, accepted)
+        flags = "--speculative-num-steps and --speculative-eagle-topk 1"
+        raise InputError(field, algorithm, f"xgpt scores only drafts without branches: give {flags}")
     return _drafts(field, known[algorithm], steps, draft)
 
 

@@ -44,9 +44,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if (largest := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
         notes.append(f"cuda-graph-max-bs {largest}: steps with more requests are scored as if they were captured, too")
     dtype, kv_dtype, quantization = types_of(given, "sglang", DTYPES | {"bf16": "bfloat16"})
-    degree = value_of(given, "tp-size", count, 1)
-    replicas = value_of(given, "dp-size", count, 1)
-    experts = value_of(given, "ep-size", count, 1)
+    degree, replicas, experts = (value_of(given, f"{kind}-size", count, 1) for kind in ("tp", "dp", "ep"))
     if experts not in (1, degree):
         if degree % experts:
             raise InputError("current: --ep-size", experts, f"give one that divides {degree}")
@@ -97,10 +95,8 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         for name, value in (("max_batch_size", requests), ("max_num_tokens", tokens))
         if name.replace("_", "-") not in given
     ]
-    notes.append("data types: assumed to be the checkpoint's")
-    degree = value_of(given, "tensor-parallel-size", count, 1)
     return CurrentEngine(
-        tp_degree=degree,
+        tp_degree=value_of(given, "tensor-parallel-size", count, 1),
         num_stages=value_of(given, "pipeline-parallel-size", count, 1),
         replicas=1,
         ep_degree=value_of(given, "moe-expert-parallel-size", count, 1),
@@ -109,7 +105,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         usable_memory=value_of(given, "kv-cache-free-gpu-memory-fraction", share, None),
         max_model_len=value_of(given, "max-seq-len", count, None),
         shortens=True,
-        notes=tuple(notes),
+        notes=(*notes, "data types: assumed to be the checkpoint's"),
         framework="tensorrt-llm",
         model=next(iter(free), None),
     )

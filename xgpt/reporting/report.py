@@ -116,13 +116,9 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
         name: str, predicted: float | None, simulated: float | None, bound: float | None = None, field: str = ""
     ) -> dict[str, str]:
         least, most = e.ranges.get(field, (None, None))
-        return {
-            "name": name,
-            "predicted": text(predicted),
-            "range": "-" if least is None or most is None else words.range_in_words(least, most),
-            "simulated": text(simulated),
-            "bound": text(bound),
-        }
+        range_ = "-" if least is None or most is None else words.range_in_words(least, most)
+        found = {"predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
+        return {"name": name, "range": range_} | found
 
     return [
         row("requests/s", e.throughput_rps, measured.throughput_rps, field="throughput_rps"),
@@ -187,10 +183,8 @@ def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
         )
         for each in plan.constraint.classes
     ]
-    text = (
-        f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second. The plan is for the tightest bounds of all classes."
-    )
-    return {"rows": rows, "text": text}
+    drawn = f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second."
+    return {"rows": rows, "text": f"{drawn} The plan is for the tightest bounds of all classes."}
 
 
 def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommendation) -> dict[str, Chart]:
@@ -259,16 +253,11 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
     search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in runnable(POLICIES, plan.model, plan.speculation):
-        points = figures.frontier(search.candidates.spaces(kind))
-        if points:
-            x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
-            lines.append(charts.Series(kind, x, y))
+        if points := figures.frontier(search.candidates.spaces(kind)):
+            lines.append(charts.Series(kind, [p.latency_s for p in points], [p.throughput_rps for p in points]))
     if not lines:
-        raise InputError(
-            "model",
-            plan.model.name,
-            "it does not fit the plan's devices, since the plan was edited after planning: plan again",
-        )
+        says = "it does not fit the plan's devices, since the plan was edited after planning: plan again"
+        raise InputError("model", plan.model.name, says)
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
     here = search.score(plan.policy, Placement.of(plan)).estimate

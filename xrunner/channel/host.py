@@ -101,10 +101,10 @@ class EngineHost:
 
     def run(self) -> None:
         try:
-            self._engine = engine = self._build(self._note)
+            self._engine = engine = self._build(lambda record: self._records.append(record))
             try:
                 engine.on_refused = self._refuse
-                engine.on_begin = self._begin
+                engine.on_begin = lambda ids: self._end.send(Began(ids))
                 self._is_ready = True
                 self._end.send(Ready(engine.takes_seeds, engine.scores_prompts, engine.resumes))
                 self._end.send(Alive(engine.uses()))
@@ -119,9 +119,6 @@ class EngineHost:
         finally:
             self._stopping.set()
             self._end.end()
-
-    def _note(self, record: StepRecord) -> None:
-        self._records.append(record)
 
     def _step(self, engine: HostedEngine) -> None:
         num_plans = self._num_plans
@@ -148,9 +145,6 @@ class EngineHost:
     def _refuse(self, reason: str) -> None:
         self._num_followed = self._num_plans
         self._end.send(Refused(reason))
-
-    def _begin(self, ids: list[int]) -> None:
-        self._end.send(Began(ids))
 
     def read(self) -> None:
         alive_s = time.monotonic()

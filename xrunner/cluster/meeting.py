@@ -51,8 +51,7 @@ class Meeting:
     def join(self, addresses: Mapping[int, str]) -> dict[int, Sequence[socket.socket]]:
         """Connect to the workers at these addresses, and return the streams to each. The port is closed then."""
         until_s = time.monotonic() + MEET_S
-        for worker in addresses:
-            self._streams[worker] = {}
+        self._streams.update({worker: {} for worker in addresses})
         with self._listener:
             for worker, address in addresses.items():
                 if worker < self.worker:
@@ -140,8 +139,7 @@ class Meeting:
 def _read(end: socket.socket, size: int) -> bytes:
     read = b""
     while len(read) < size:
-        more = end.recv(size - len(read))
-        if not more:
+        if not (more := end.recv(size - len(read))):
             raise ConnectionError
         read += more
     return read

@@ -161,14 +161,12 @@ class Model(nn.Module):
                 place, prefix, module = f"{ours}.*.{inner}", f"{theirs}.{number}.", inner
                 break
         expert = re.search(r"\.experts\.(\d+)\.", place)
-        if expert is not None:
-            place = place.replace(expert[0], ".experts.*.")
-        names = self.checkpoint_names.get(place, (module,))
-        if expert is not None and self.checkpoint_stacked:
+        if expert is None:
+            return tuple(f"{prefix}{other}.{leaf}" for other in self.checkpoint_names.get(place, (module,)))
+        if self.checkpoint_stacked:
             return (prefix + self.checkpoint_stacked[f"{place.rpartition('.')[2]}.{leaf}"],)
-        if expert is not None:
-            names = tuple(name.replace("*", expert[1]) for name in names)
-        return tuple(f"{prefix}{other}.{leaf}" for other in names)
+        names = self.checkpoint_names.get(place.replace(expert[0], ".experts.*."), (module,))
+        return tuple(f"{prefix}{other.replace('*', expert[1])}.{leaf}" for other in names)
 
 
 class DecoderModel(Model):

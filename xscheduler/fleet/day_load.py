@@ -116,11 +116,10 @@ def cut(day: Day, interval_s: float) -> Intervals:
     groups = _alike(requests, index, count)
     of_request = groups[index]
     longest = int(requests.outputs.max())
+    members = [of_request == group for group in range(groups.max() + 1)]
     lengths = tuple(
-        _workload(
-            f"{day.name} {group}", requests.inputs[of_request == group], requests.outputs[of_request == group], longest
-        )
-        for group in range(groups.max() + 1)
+        _workload(f"{day.name} {group}", requests.inputs[inside], requests.outputs[inside], longest)
+        for group, inside in enumerate(members)
     )
     everything = _workload(day.name, requests.inputs, requests.outputs, longest)
     return Intervals(seconds, arrived / seconds, busiest * PARTS / seconds, index, groups, lengths, everything)
@@ -131,8 +130,7 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
     means, doubts = [], []
     for lengths in (requests.inputs, requests.outputs):
         sums = np.bincount(index, lengths, count)
-        mean = np.where(sums > 0, sums / arrived, lengths.mean())
-        means.append(np.log(mean))
+        means.append(np.log(np.where(sums > 0, sums / arrived, lengths.mean())))
         doubts.append(2 * lengths.std() / lengths.mean() / np.sqrt(arrived))
     logs, doubt = np.column_stack(means), np.column_stack(doubts)
     alike = ALIKE
@@ -156,7 +154,6 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the workload of some requests."""
     output = binned(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

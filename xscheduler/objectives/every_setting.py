@@ -74,8 +74,7 @@ class _Settings:
         """The settings whose steps leave the most memory, or None if none fit."""
         columns = self._space.points(np.asarray([row[0] for row in self.rows]))
         evaluation = self._space.evaluate(columns)
-        fits = np.flatnonzero(evaluation.fits)
-        if not len(fits):
+        if not len(fits := np.flatnonzero(evaluation.fits)):
             return None
         return self._space.settings(columns, int(fits[evaluation.performance.peak_tokens[fits].argmin()]))
 
@@ -135,8 +134,7 @@ class EverySetting:
         for branch in wide:
             if branch.bound <= self._allowed * most:
                 break
-            found = self._highest(branch.space, branch.bound, most)
-            if found is None:
+            if (found := self._highest(branch.space, branch.bound, most)) is None:
                 break
             most, has_lowered = found, True
             branch.bound = min(branch.bound, self._allowed * most)

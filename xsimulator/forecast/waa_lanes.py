@@ -30,8 +30,7 @@ class DecodeLane:
         micro-batches."""
 
     def work(self, each: Array) -> Array:
-        work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
-        return work
+        return np.asarray(np.interp(each, GRID, self.pipeline.devices @ self._grid[0]))
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Return the least seconds of an iteration if encode batches have between `encode_batch` and `largest_batch`
@@ -177,12 +176,10 @@ class EncodeLane:
         return Encoding(through, interval, moving, deviation)
 
     def transfer_s(self, batch: Array) -> Array:
-        seconds: Array = self._table(batch)[-1]
-        return seconds
+        return np.asarray(self._table(batch)[-1])
 
     def work(self, batch: Array) -> Array:
-        work: Array = self.pipeline.devices @ self._table(batch)[:-2]
-        return work / self.num_groups
+        return np.asarray(self.pipeline.devices @ self._table(batch)[:-2]) / self.num_groups
 
     @cached_property
     def _table(self) -> Table:

@@ -140,7 +140,7 @@ class Running:
         if not memory.take_promised(request):
             if num_spare == 0:
                 return 0  # the next token still fits
-            if self.memory.kv == "reserve":
+            if memory.kv == "reserve":
                 self._overdrawn.add(request.id)
             while memory.is_full and request.batch is not None:
                 self._preempt_last()
@@ -148,7 +148,7 @@ class Running:
                 return 0
             request.blocks += 1
         self._grown.setdefault(request.id, []).append(memory.grow(request))
-        return num_spare + self.memory.block_size
+        return num_spare + memory.block_size
 
     def has_room(self, batch: MicroBatch) -> bool:
         if self._promises_whole:
@@ -165,10 +165,7 @@ class Running:
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        if not self._preempted:
-            return ()
-        preempted = tuple(self._preempted)
-        self._preempted.clear()
+        preempted, self._preempted = tuple(self._preempted), []
         return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
@@ -214,10 +211,7 @@ class Running:
         request.encoded = 0
         if self.memory.encoder:
             request.generated = 0
-        if is_shared:
-            self.waiting.push_front(request)
-        else:
-            self.waiting.push_back(request)
+        (self.waiting.push_front if is_shared else self.waiting.push_back)(request)
         self._preempted.append(id_)
         self.num_preemptions += 1
 

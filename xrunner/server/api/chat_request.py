@@ -72,8 +72,7 @@ class ChatMessage(msgspec.Struct):
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
-        shown = ("name", "tool_call_id")
-        message |= {name: value for name in shown if (value := getattr(self, name)) is not None}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
         if reasoning := self.reasoning_content or self.reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.tool_calls:
@@ -91,16 +90,12 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
         num_parts += sum(len(one.tool_calls or ()) for one in messages)
         num_parts += sum(len(one.content) for one in messages if isinstance(one.content, list))
     if num_parts > MAX_PARTS:
-        refuse(
-            "messages",
-            f"{num_parts} messages, parts of content and calls are too many; at most {MAX_PARTS} are accepted",
-        )
+        counted = f"{num_parts} messages, parts of content and calls"
+        refuse("messages", f"{counted} are too many; at most {MAX_PARTS} are accepted")
     arguments = sum(len(call.function.arguments) for one in messages for call in one.tool_calls or ())
     if arguments > MAX_ARGUMENTS:
-        refuse(
-            "messages",
-            f"{arguments} characters of arguments in tool_calls are too many; at most {MAX_ARGUMENTS} are accepted",
-        )
+        counted = f"{arguments} characters of arguments in tool_calls"
+        refuse("messages", f"{counted} are too many; at most {MAX_ARGUMENTS} are accepted")
 
 
 def check_continued(request: ChatRequest | TokenizeRequest) -> None:
@@ -226,11 +221,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         check_continued(self)
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "it needs logprobs: true; send that as well")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            refuse(
-                "max_tokens",
-                f"max_completion_tokens is {self.max_completion_tokens}, which differs; send only one of the two",
-            )
+        other = self.max_completion_tokens
+        if None not in (self.max_tokens, other) and self.max_tokens != other:
+            refuse("max_tokens", f"max_completion_tokens is {other}, which differs; send only one of the two")
 
     @property
     def template_variables(self) -> dict[str, Any]:

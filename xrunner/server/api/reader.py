@@ -210,8 +210,7 @@ class OutputReader:
         begin = next((each for each in self._triggers if self._held.startswith(each)), "") if self._begins else ""
         whole = self._match(len(begin)) or (self._match(0) if begin else None)
         if isinstance(whole, tuple):
-            opening, found = whole
-            self._begin(opening, found)
+            self._begin(*whole)
         elif whole != "partial" and (begin or not any(map(self._may_begin, self._begins))):
             at = len(begin) + self._gap(len(begin))
             is_object = self._held.startswith("{", at) and any(each.is_object for each in self._format.openings)

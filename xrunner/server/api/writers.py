@@ -150,9 +150,7 @@ class Writer(AnswerWriter):
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
-        logprobs = "null"
-        if delta.logprobs is not None:
-            logprobs = delta.logprobs.render().decode()
+        logprobs = "null" if delta.logprobs is None else delta.logprobs.render().decode()
         reason = f'"{delta.finish}"' if delta.finish else "null"
         tail = self._tail
         if self._continuous:
@@ -166,11 +164,8 @@ class Writer(AnswerWriter):
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
         if not self._include_usage:
             return b"data: [DONE]\n\n"
-        last = {
-            "object": self.chunk_object,
-            "choices": [],
-            "usage": _usage(prompt, completion_tokens, self._num_reasoning),
-        }
+        usage = _usage(prompt, completion_tokens, self._num_reasoning)
+        last = {"object": self.chunk_object, "choices": [], "usage": usage}
         return b"data: " + msgspec.json.encode(self._envelope | last) + b"\n\ndata: [DONE]\n\n"
 
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
@@ -225,14 +220,9 @@ class CompletionWriter(Writer):
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         # Tokens with the same text (parts of characters) have one entry, with the highest log probability.
         top = {text: logprob for text, logprob, _ in reversed(report.top)}
-        return {
-            "tokens": report.text,
-            "token_logprobs": report.logprob,
-            "top_logprobs": None
-            if report.logprob is None
-            else top | {report.text: top.get(report.text, report.logprob)},
-            "text_offset": report.offset,
-        }
+        whole = None if report.logprob is None else top | {report.text: top.get(report.text, report.logprob)}
+        item = {"tokens": report.text, "token_logprobs": report.logprob, "top_logprobs": whole}
+        return item | {"text_offset": report.offset}
 
 
 class ChatWriter(Writer):
