@@ -30,7 +30,7 @@ from xgpt.deciding.recommend import CLEAR
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
 from xgpt.solving import solve
-from xsimulator.run import run_requests, times_of
+from xsimulator.run import Simulated, run_requests, times_of
 
 MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "Qwen/Qwen3-14B": (1, 2)}
 """Models with the tensor-parallel degrees of their deployments."""
@@ -117,10 +117,12 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
 
 def others(found: Compared, case: Case) -> list[str]:
     """Return in what other commands differ from a comparison of the same deployment."""
-    now, load = found.current, found.recommendation.now and found.recommendation.now.at_load
-    assert now is not None and load is not None
-    log, holds = case.asked["workload"], load.holds
-    windows = xgpt.simulate(now, workload=log, own_times=True).windows
+    now, running = found.current, found.recommendation.now
+    assert now is not None and running is not None and running.at_load is not None
+    load, log, holds = running.at_load, case.asked["workload"], running.at_load.holds
+    run = xgpt.simulate(now, workload=log, own_times=True)
+    assert isinstance(run, Simulated)
+    windows = run.windows
     decision, keeps = xgpt.replan(now, log).decision, found.recommendation.action == "keep"
     model = case.command.split()[2]
     best = solve(plan_request(**case.asked, model=model, engine=found.planned.request.engine)).best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from textwrap import dedent
 from typing import Any, get_args
 
@@ -43,6 +44,7 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     return {name: text for name, text in found.items() if name in model.model_fields}
 
 
+@cache
 def _own(model: type[BaseModel]) -> dict[str, str]:
     tree = ast.parse(dedent(inspect.getsource(model))).body[0]
     assert isinstance(tree, ast.ClassDef)

@@ -91,6 +91,7 @@ def test_no_field_is_declared_twice() -> None:
 
 
 @cache
+@cache
 def lists_of(path: Path) -> list[set[str]]:
     """The choices that code spells out: lists, tuples, sets and Literals of texts."""
     return [

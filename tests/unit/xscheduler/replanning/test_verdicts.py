@@ -121,6 +121,7 @@ def test_a_log_as_planned_gives_the_plans_own_rate(tmp_path: Path) -> None:
     plan = api.plan(model="llama-3.1-8b", cluster="h100x1", workload=log, ttft_s=1, tpot_s=0.05, latency_bound_s=None)
     found = api.replan(plan, log)
     assert found.decision.running.arrival_rate_per_s == rate_of(plan)
+    assert plan.recommendation is not None
     assert found.load is not None and found.load == plan.recommendation.best.at_load
 
 
@@ -130,7 +131,8 @@ def test_replan_and_compare_replace_what_a_replay_condemns(tmp_path: Path) -> No
     asked = {"cluster": "h100x1", "workload": log, "ttft_s": 20, "tpot_s": 0.025, "policy": "chunked"}
     found = compare(plan_request(**asked), "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-batched-tokens 8192")
     now, best = found.recommendation.now, found.recommendation.best
-    assert now is not None and not now.at_load.holds and best.at_load.holds and found.recommendation.action == "change"
+    assert now is not None and now.at_load is not None and best.at_load is not None and found.current is not None
+    assert not now.at_load.holds and best.at_load.holds and found.recommendation.action == "change"
     other = api.replan(found.current, log)
     assert other.decision.action != "keep" and other.plan != found.current and other.load == now.at_load
 
@@ -139,27 +141,37 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
     """A deployment that kept 70% of a log was to change to a plan that kept 48%, since its rate was higher; another one
     that kept 61% was to stay where a plan kept 98%, since its rate might be lower in bursts.
     """
-    fields = {"name": "chunked", "policy": "chunked", "settings": "", "engine": "", "needs_xgpt": False}
-    of_log = {"rate_per_s": 17.7, "num_requests": 640_932, "holds": False}
+    kept, fewer = (
+        AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False, share_kept=share) for share in (0.7, 0.48)
+    )
     now, then = (
-        Offer(**fields, num_devices=8, rate_per_s=Ranged(value=rate), at_load=AtLoad(**of_log, share_kept=share))
-        for rate, share in ((6.8, 0.7), (10.0, 0.48))
+        Offer(
+            name="chunked",
+            policy="chunked",
+            settings="",
+            engine="",
+            needs_xgpt=False,
+            num_devices=8,
+            rate_per_s=Ranged(value=rate),
+            at_load=at_load,
+        )
+        for rate, at_load in ((6.8, kept), (10.0, fewer))
     )
     gain = Gain(unit="requests/s", now=6.8, then=10.0, factor=Ranged(value=1.47, low=1.17, high=1.57))
     said = "neither holds your load, and the best plan keeps the bounds only for 48% of 640,932 requests"
     assert _decide(then, now, gain) == ("keep", said)
     assert _decide(now, then, gain.but(factor=Ranged(value=0.7, low=0.5, high=0.9)))[0] == "change"
     verdict = Verdict(Outcome(policy=running().policy, throughput_rps=9, latency_s=1, keeps_bound=False), True, "rates")
-    assert again._replayed(replace(verdict, switch=True), then.at_load, now.at_load).switch is False
-    assert again._replayed(verdict, now.at_load, then.at_load).switch is True
+    assert again._replayed(replace(verdict, switch=True), fewer, kept).switch is False
+    assert again._replayed(verdict, kept, fewer).switch is True
     unknown = AtLoad(rate_per_s=17.7, num_requests=640_932)
-    assert again._replayed(verdict, unknown, now.at_load) == verdict, "a replay that is not known decides nothing"
+    assert again._replayed(verdict, unknown, kept) == verdict, "a replay that is not known decides nothing"
 
 
 def test_a_plan_with_k_v_by_quantile_is_compared_with_a_static_batch() -> None:
     """The candidate got the running plan's promise of K/V memory, with which no static batch is built."""
-    plan = running()
-    plan = plan.but(admission=plan.admission.but(kv="quantile", max_running=64))
+    draft = running().but(admission=running().admission.but(kv="quantile", max_running=64))
+    plan = draft.proven(running().ceiling)
     situation = Situation.of(plan, OF.profile, observed(1.0, 1.0))
     found = ArrivalsJudge(situation, Terms()).best(("static",), in_place=False)
     assert (found.draft.policy.kind, found.draft.admission.kv) == ("static", "reserve")
@@ -234,7 +246,7 @@ def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, l
 class Missing(ArrivalsJudge):
     """Finds no plan that keeps the bound of 8 s, as closed forms of waa may miss one that simulation finds."""
 
-    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Found:
         if self.plan.constraint.latency_bound_s == 8.0:
             raise InfeasibleError("no schedule keeps it", nearest_bound_s=11.0, binding="latency_bound_s")
         return super().best(kinds, in_place=in_place)
