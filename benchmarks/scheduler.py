@@ -44,8 +44,6 @@ SCENARIOS = (
 )
 Choices = Mapping[str, Sequence[str]]
 CHOICES: Choices = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
-OF_PAPER: Choices = {"exegpt": ("rra", "waa"), "static": ("static",)}
-"""The choices of policies that `benchmarks.papers` shows."""
 HEADER = (
     "model, devices", "policies", "searches", "plan over FT, mean (range)", "plan over static, mean", "chosen policies",
     "seconds, median / largest", "largest share of settings evaluated", "largest gap",
@@ -156,15 +154,11 @@ def task_rows(model: str, cluster: str, workload: str, choices: Choices) -> list
     return rows
 
 
-def path_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES) -> Path:
-    return RESULTS / f"{'-'.join((model, cluster, workload, *(choices if choices is not CHOICES else ())))}.json"
-
-
-def rows_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES) -> list[Row]:
-    path = path_of(model, cluster, workload, choices)
+def rows_of(model: str, cluster: str, workload: str) -> list[Row]:
+    path = RESULTS / f"{model}-{cluster}-{workload}.json"
     if path.is_file():
         return [Row(**row) for row in json.loads(path.read_text())]
-    rows = task_rows(model, cluster, workload, choices)
+    rows = task_rows(model, cluster, workload, CHOICES)
     write_atomic(path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return rows
 

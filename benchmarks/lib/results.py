@@ -55,24 +55,25 @@ def stored(page: str) -> dict[str, Result]:
     return {name: Result(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
-def record(name: str, claim: str, table: Iterable[str], **figures: object) -> None:
+def record(name: str, claim: str, table: Iterable[str], command: str = "", **figures: object) -> None:
     """Print a table, store it as PAGE/NAME, and write it into its page.
 
     Args:
         table: its Markdown lines.
+        command: makes all of its rows again. None means this one.
         figures: what {NAME} in the claim stands for.
     """
-    print("\n".join(store(name, claim, table, **figures).lines()), flush=True)
+    print("\n".join(store(name, claim, table, command, **figures).lines()), flush=True)
     write(name.rpartition("/")[0])
 
 
-def store(name: str, claim: str, table: Iterable[str], **figures: object) -> Result:
+def store(name: str, claim: str, table: Iterable[str], command: str = "", **figures: object) -> Result:
     page, _, key = name.rpartition("/")
     columns, _, *rows = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table)
     result = Result(
         claim=claim,
         figures={name: str(figure) for name, figure in figures.items()},
-        command=_command(),
+        command=command or _command(),
         date=date.today(),
         machine=detect().device.name,
         columns=columns,

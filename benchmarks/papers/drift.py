@@ -127,8 +127,8 @@ def drift_of_rra() -> Iterator[Claim]:
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
             kept[0.3],
-            "how steeply throughput rises with latency at the bound, the 30% quantile of FT's latencies; holds at "
-            f"{', '.join(holding) or 'none tried'}",
+            "how steeply throughput rises with latency at the bound, here FT's 30%; holds at "
+            f"{', '.join(holding) or 'none of ' + ', '.join(names.values())}",
         )
 
 

@@ -34,9 +34,9 @@ MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 """Models whose points ExeGPT counts (sec. 7.8)."""
 WHY_TABLE_5 = {
     "waa.tp_devices": "how many micro-batches decode (unstated): fewer than stages leave stages idle; with at least as "
-    "many: {}",
+    "many: {}; holds at none tried",
     "waa.decode_microbatches": "idle stages, which more micro-batches fill, as in Figure 4 and against sec. 4.2; "
-    "beyond one for each stage latency rises ({}), so it holds at no number",
+    "beyond one for each stage latency rises ({}); holds at none tried",
 }
 TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
     f"{policy}.{variable}": {"summarization": summarization, "translation": translation}
@@ -62,8 +62,8 @@ def table_5() -> Iterator[Found]:
     for i, (of, paper) in enumerate((("throughput", 97.0), ("latency", 96.0))):
         here = sum(row[f"broken_{of}"][1] for row in apart)
         allowed = (1 - paper / 100) * everything.steps[i] - (everything.broken[i, 1] - here)
-        why = f"WAA's last two variables below: {here / num:.0%} of their points are against it; holds with "
-        why += f"{allowed / num:.0%}"
+        why = "what decides waa.tp_devices and waa.decode_microbatches, two of the next rows, of whose points "
+        why += f"{here / num:.0%} are against it; holds at {allowed / num:.0%}"
         share = float(everything.share(1)[i])
         yield at_least("ExeGPT Table 5", f"points monotone in {of} at 5%", paper, share, "%", why)
     for variable, tasks in TABLE_5.items():
@@ -168,12 +168,12 @@ def _throughput(url: str, batch: int, rng: np.random.Generator) -> float:
     return ended / seconds
 
 
-def _most_tokens_a_step(order: str) -> float:
-    """Return the fixed cost of a decode step, in computed tokens, at which slots with the next batch in freed ones do
-    as much work as rows, between the two costs of docs/results/tcb.md."""
+def _work(order: str) -> str:
+    """Return the work of slots with the next batch in freed ones over rows', at two costs of a decode step in computed
+    tokens (docs/results/tcb.md)."""
     [row] = [row for row in stored("tcb")["freed"].rows if row[:3] == ["as long as prompts", order, "all"]]
-    much, little = map(float, row[-1].split(", "))
-    return float(np.interp(1.0, (little, much), (12.8, 64)))
+    much, little = row[-1].split(", ")
+    return f"{little}x at 12.8 tokens, {much}x at 64"
 
 
 def _shown(ratios: Sequence[float]) -> str:
@@ -192,8 +192,8 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
         over,
         0.15,
         "x",
-        f"how much faster large batches are: {BATCH} requests here, {TNB_BATCH} in TNB's ({BATCH} in both: "
-        f"{rps['rows'] / rps['padded']:.2f}x); holds if those were {0.85 * 3.33 / over:.2f} times as fast",
+        f"how much faster large batches are, here {BATCH} requests beside TNB's {TNB_BATCH} ({BATCH} in both: "
+        f"{rps['rows'] / rps['padded']:.2f}x); holds at {0.85 * 3.33 / over:.2f} times as fast",
     )
     for order, slots in (("das", "Algorithm 2's slots"), ("fcfs", "slots of the longest prompt")):
         rows = seen["rows", BATCH, order, 1]
@@ -208,9 +208,9 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
             f"{np.median(ratios):.2f}x",
             "above 1 by more than rounds differ",
             min(ratios) > 1 + spread,
-            f"the fixed cost of a decode step; holds up to that of {_most_tokens_a_step(order):.0f} tokens "
-            f"([counted](tcb.md#the-next-batch-in-freed-slots)); rounds: {_shown(ratios)}; a layout's differ by up to "
-            f"{spread:.0%}; one batch at a time: {np.median(alone):.2f}x",
+            "the fixed cost of a decode step; [work](tcb.md#the-next-batch-in-freed-slots) over rows': "
+            f"{_work(order)}; holds at 12.8; rounds: {_shown(ratios)}; a layout's differ by up to {spread:.0%}; one "
+            f"batch at a time: {np.median(alone):.2f}x",
         )
     cells = [
         (layout, str(batch), order, str(at_once), *(f"{value:.1f}" for value in values), f"{np.median(values):.1f}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+import shlex
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,38 @@ import pytest
 
 import benchmarks.papers.__main__ as papers
 from benchmarks.lib.results import stored, table
-from benchmarks.papers.__main__ import PARTS, rows_of
-from benchmarks.papers.claims import Claim, at_least, within
+from benchmarks.papers.__main__ import PARTS, chosen, rows_of
+from benchmarks.papers.claims import Claim, Range, at_least, common, held_at, within
 from benchmarks.tcb import competitive
 from tests.rings import few
 
-PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
+
+def _rows(result: str) -> list[dict[str, str]]:
+    found = stored("papers")[result]
+    return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
 
 
-def test_a_row_that_does_not_hold_names_its_assumption() -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    failed = [line.split(" | ") for line in lines if " | **no** | " in line]
-    assert all(len(cells[-1]) > 40 or cells[-1].startswith("as above") for cells in failed)
+def test_the_command_below_a_table_makes_all_of_its_rows() -> None:
+    for name, found in stored("papers").items():
+        parts = set(re.findall(r"`(\S+)`", " ".join(f"{row[0]} {row[-1]}" for row in found.rows))) & {*PARTS}
+        words = shlex.split(found.command.removesuffix(" --record"))[3:]
+        assert parts <= {*chosen(words)}, name
+
+
+def test_an_edge_is_bisected_between_values_tried() -> None:
+    found = held_at(lambda x: 1.3 <= x <= 7.7, (0.0, 1.0, 2.0, 5.0, 10.0))
+    assert found is not None and found.cut == (False, False)
+    assert (found.least, found.most) == (pytest.approx(1.3, rel=0.01), pytest.approx(7.7, rel=0.01))
+    assert found.least >= 1.3 and found.most <= 7.7, "edges are values at which it was seen to hold"
+    assert str(held_at(lambda cap: 48 <= cap <= 81, (24, 64, 128))) == "48 to 81"
+    assert str(held_at(lambda x: x >= 3.0, (1.0, 5.0))) == "3 to 5 (last tried)"
+    assert held_at(lambda x: x > 20.0, (1.0, 5.0)) is None
+
+
+def test_figures_that_need_different_values_contradict_each_other() -> None:
+    low, high, middle = (Range(*ends, (False, False)) for ends in ((0.6, 1.8), (2.4, 9.0), (1.0, 3.0)))
+    assert common([low, high, middle]) is None and common([low, None]) is None
+    assert str(common([low, middle])) == "1 to 1.8"
 
 
 @pytest.mark.parametrize("name", ["exegpt-figure-4", "orca-figure-9"])
@@ -34,13 +55,24 @@ def test_a_part_is_made(name: str) -> None:
 
 def test_a_part_is_recorded_beside_the_rows_of_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(papers, "record", lambda name, claim, lines, **figures: recorded.update(figures, lines=lines))
-    papers.keep("exegpt-figure-4", [within("ExeGPT Fig. 4", "one row now", 1.0, 1.0, 0.1, "x")])
-    others = [row for row in stored("papers")["exegpt"].rows if "`exegpt-figure-4`" not in row[0]]
-    mine, *rest = recorded["lines"][2:]
-    assert mine.startswith("| `exegpt-figure-4`, ") and "one row now" in mine
-    assert rest == table(papers.COLUMNS, others)[2:]
-    assert (recorded["rows"], recorded["held"]) == (len(rest) + 1, 1 + sum(row[-2] == "yes" for row in others))
+    kept: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    monkeypatch.setattr(papers, "record", lambda name, claim, lines, *_, **figures: recorded.update(lines=lines))
+    monkeypatch.setattr(
+        papers.results, "store", lambda name, claim, lines, *_, **figures: kept.update({name: (lines, figures)})
+    )
+    row = within("ExeGPT Fig. 4", "one row now", 1.0, 1.0, 0.1, "x")
+    papers.keep("exegpt-figure-4", [row, row.with_own_goal()], 12.4)
+    others = [row for row in _rows("exegpt") if row["part"] != "`exegpt-figure-4`"]
+    mine, own, *rest = kept["papers/exegpt"][0][2:]
+    figures = kept["papers/exegpt"][1]
+    assert mine.startswith("| `exegpt-figure-4` | ") and "one row now" in mine and "| ours: ±10% |" in own
+    assert rest == table(papers.COLUMNS, [row.values() for row in others])[2:]
+    stated = [row for row in others if not row["holds if"].startswith("ours: ")]
+    assert figures["rows"] == len(stated) + 1 and figures["held"] == 1 + sum(row["holds"] == "yes" for row in stated)
+    assert figures["own"] == 1 + len(others) - len(stated)
+    [run] = [line for line in recorded["lines"] if "`exegpt-figure-4` 12" in line]
+    assert re.match(r"\| [0-9a-f]{7,}\+? \| ", run)
+    assert len(re.findall("`exegpt-figure-4`", "".join(recorded["lines"]))) == 1
 
 
 def test_verdicts() -> None:
