@@ -3,7 +3,8 @@
     python -m tests.fake_engine MODEL --port N [--max-num-seqs N] [--max-num-batched-tokens N]
 
 FAKE_STEP_S, FAKE_TOKEN_S: seconds of each step, and of each token in it. FAKE_MOST_SEQS: with more, it does not start
-for lack of memory. FAKE_DIES_AFTER: number of answers after which it ends. /metrics has what vLLM's page has.
+for lack of memory. FAKE_DIES_AFTER: number of answers after which it ends. /metrics has what vLLM's page has. K/V of
+prompts and answers is kept for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 STEP_S, TOKEN_S = (
     float(os.environ.get(name, default)) for name, default in (("FAKE_STEP_S", "0.004"), ("FAKE_TOKEN_S", "4e-5"))
 )
+BLOCK = 16
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -31,6 +33,7 @@ class Asked:
     arrived_s: float = field(default_factory=time.perf_counter)
     encoded: int = 0
     made: int = 0
+    tokens: list[int] = field(default_factory=list)
     last_s: float = 0.0
     gone: bool = False
 
@@ -42,9 +45,17 @@ class Engine:
         self.running: list[Asked] = []
         self.ended = 0
         self.histograms: dict[str, list[float]] = {}
+        self.kept: set[int] = set()
+        self.hits = self.queries = 0
 
     def seen(self, name: str, value: float) -> None:
         self.histograms.setdefault(name, []).append(value)
+
+    def find(self, asked: Asked) -> None:
+        """Let a prompt begin after its blocks that were computed before."""
+        while asked.encoded + BLOCK < asked.prompt and hash(tuple(asked.tokens[: asked.encoded + BLOCK])) in self.kept:
+            asked.encoded += BLOCK
+        self.hits, self.queries = self.hits + asked.encoded, self.queries + asked.prompt
 
     async def run(self) -> None:
         while True:
@@ -52,6 +63,7 @@ class Engine:
             self.waiting = [each for each in self.waiting if not each.gone]
             while self.waiting and len(self.running) < self.seqs:
                 self.running.append(self.waiting.pop(0))
+                self.find(self.running[-1])
             if not self.running:
                 await asyncio.sleep(0.001)
                 continue
@@ -77,6 +89,8 @@ class Engine:
                 each.queue.put_nowait(each.made)
                 if each.made == each.output:
                     self.running.remove(each)
+                    whole = each.tokens + list(range(1, each.made))
+                    self.kept.update(hash(tuple(whole[:end])) for end in range(BLOCK, len(whole) + 1, BLOCK))
                     self.ended += 1
                     self.seen("request_prompt_tokens", each.prompt)
                     self.seen("request_generation_tokens", each.output)
@@ -93,6 +107,9 @@ class Engine:
                 lines.append(f'vllm:{name}_bucket{{le="{shown}",model_name="m"}} {sum(v <= edge for v in values)}')
             lines += [f"vllm:{name}_count {len(values)}", f"vllm:{name}_sum {sum(values)}"]
         lines += ["# TYPE vllm:request_success counter", f"vllm:request_success_total {self.ended}"]
+        for name in ("hits", "queries"):
+            lines += [f"# TYPE vllm:prefix_cache_{name} counter"]
+            lines += [f"vllm:prefix_cache_{name}_total {getattr(self, name)}"]
         lines += ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {len(self.running)}"]
         lines += ["# TYPE vllm:num_requests_waiting gauge", f"vllm:num_requests_waiting {len(self.waiting)}"]
         return "\n".join(lines) + "\n"
@@ -124,7 +141,7 @@ class Engine:
     async def complete(self, body: dict[str, object], writer: asyncio.StreamWriter) -> None:
         prompt, output = body["prompt"], body["max_tokens"]
         assert isinstance(prompt, list) and isinstance(output, int)
-        asked = Asked(len(prompt), output)
+        asked = Asked(len(prompt), output, tokens=prompt)
         self.waiting.append(asked)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:

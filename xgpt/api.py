@@ -636,6 +636,9 @@ def tune(
         host = Vllm()
     with alone():
         problem = engine_problem(request, request.current, progress, also=request.also)
+        if problem.problem.workload.sessions is not None:
+            says = "independent requests are sent here: give request lengths, or send sessions by `xgpt check`"
+            raise InputError("workload", problem.problem.workload.name, says)
         search = Search(problem, host, Path(request.journal), resume=request.resume, seed=request.seed)
         return search.run(request.budget_s, told)
 

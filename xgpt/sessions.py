@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,18 +13,20 @@ from xgpt.benchmark import URL_VOCABULARY
 from xgpt.client import ClientTurn, replay_sessions
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError
-from xgpt.core.progress import Progress
+from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import Plan, PlanDraft, Profile, Workload
 from xgpt.core.schema.documents import SessionsOutput
+from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import draw_sessions
 from xgpt.core.turns import Floats
+from xgpt.core.workload import TraceLengths
 from xgpt.requests import BenchRequest, LoadFields, SimulateRequest
 from xgpt.resolve import in_sessions, load_sessions, workload_of
 from xgpt.tuning.metrics import read_page
 from xsimulator.measures import RequestTimes
-from xsimulator.session_rate import SessionTrial, per_session
+from xsimulator.session_rate import SessionTrial, SharesKept, per_session
 from xsimulator.session_rate import replay_sessions as replay_log
-from xsimulator.sessions import TurnTimes
+from xsimulator.sessions import TurnTimes, shared_tokens
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,10 @@ def simulate_sessions(plan: Plan, profile: Profile, workload: Workload, request:
         log = load_sessions(request.workload) if isinstance(request.workload, str) else None
         if log is None or log.sessions is None:
             raise InputError("own_times", True, "it needs a log with sessions as `workload`")
-        run = replay_log(draft, profile, log).run
-        counts = np.ones(len(run.trace.input), bool)
+        run = replay_log(draft, profile, log)
         seconds = float(log.timestamp_s[-1]) if log.timestamp_s is not None else 0.0
         of_log = log.sessions.num_sessions / seconds if seconds else 0.0
-        return SimulatedSessions(draft, sessions_output(run, counts, of_log, draft))
+        return SimulatedSessions(draft, sessions_output(run, run.every, of_log, draft))
     promised = None if plan.estimate.sessions is None else plan.estimate.sessions.rate_per_s
     rate = one_rate(request) or promised
     if rate is None:
@@ -74,17 +77,13 @@ def one_rate(request: LoadFields) -> float | None:
 
 
 def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanDraft | None = None) -> SessionsOutput:
-    wait, time = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s))
-    paused = per_session(run, counts, run.paused_s)
+    wait, time, paused = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s, run.paused_s))
     of_turns = RequestTimes(run.ttft_s[counts], run.tpot_s[counts], run.whole_s[counts])
     kept: dict[str, float] = {}
-    if plan is not None and plan.constraint.goals:
-        kept["goodput"] = of_turns.goodput(plan.constraint)
-    if plan is not None and any(plan.constraint.session_bounds):
-        bounds = zip((wait, time), plan.constraint.session_bounds, strict=True)
-        kept["goodput_of_sessions"] = float(
-            np.mean(np.all([values <= (np.inf if bound is None else bound) for values, bound in bounds], axis=0))
-        )
+    if plan is not None:
+        turns, sessions = SharesKept.of(run, counts, plan.constraint)
+        kept |= {"goodput": turns} if plan.constraint.goals else {}
+        kept |= {"goodput_of_sessions": sessions} if any(plan.constraint.session_bounds) else {}
     return SessionsOutput(
         sessions_per_s=rate,
         num_sessions=len(wait),
@@ -100,55 +99,100 @@ def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanD
     )
 
 
-def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress: Progress) -> SessionsOutput:
-    """Drive sessions against a running endpoint, and return what the client measured. `num_requests` is the number of
-    sessions, and `arrival_rate_per_s` the rate at which they begin. Without a rate, all begin at once.
+def sessions_to_send(
+    law: SessionLaw, count: int, rate: float | None, rng: np.random.Generator, pauses: float = 1.0
+) -> TraceLengths:
+    """Draw sessions that begin at a rate, or all at once.
 
     Raises:
-        InputError: an option has no meaning for sessions, or sessions fork.
-        MachineError: nothing answers at the URL, or every turn failed.
+        InputError: sessions fork.
     """
-    law, rate = workload.sessions, one_rate(request)
-    assert law is not None
     if law.subagents is not None:
-        raise InputError("workload", workload.name, "its sessions fork: leave `subagents` out of a measured law")
-    rng, count = np.random.default_rng(request.seed), request.num_requests or NUM_SESSIONS
+        raise InputError("workload", "subagents", "sessions that fork cannot be sent: leave `subagents` out of the law")
     trace = draw_sessions(law, count, rng)
     sessions = trace.turns
-    shared = rng.integers(0, URL_VOCABULARY, law.shared_prefix).tolist()
-    pauses = np.append(sessions.pause_s[1:], 0.0) * request.pauses
+    times = np.zeros(len(trace.input))
+    times[sessions.first] = 0.0 if rate is None else np.cumsum(rng.exponential(1 / rate, count))
+    return trace._replace(timestamp_s=times, sessions=replace(sessions, pause_s=pauses * sessions.pause_s))
+
+
+class SentSessions(NamedTuple):
+    """What a client measured of the sessions that ended.
+
+    Attributes:
+        run: its `cached` is the same share of each prompt.
+        reused_share: share of prompt tokens that the server found in its cache, or None if it does not say.
+    """
+
+    run: TurnTimes
+    num_failed: int
+    reused_share: float | None
+
+
+def send_sessions(
+    url: str,
+    trace: TraceLengths,
+    *,
+    vocabulary: int = URL_VOCABULARY,
+    ca_file: Path | None = None,
+    progress: Progress = silent,
+) -> SentSessions:
+    """Drive sessions against a running endpoint, each in a loop of its own, with tokens that were not sent before.
+
+    Raises:
+        MachineError: nothing answers at the URL, or every session failed.
+    """
+    sessions, count = trace.turns, trace.turns.num_sessions
+    assert trace.timestamp_s is not None
+    rng = np.random.default_rng()  # a server keeps the K/V of earlier runs
+    shared = rng.integers(3, vocabulary, shared_tokens(trace)).tolist()
+    pauses = np.append(sessions.pause_s[1:], 0.0)
     turns: list[list[ClientTurn]] = [[] for _ in range(count)]
     for i, number in enumerate(sessions.session.tolist()):
         first = not turns[number]
         kept = int(sessions.common[i])
-        added = rng.integers(0, URL_VOCABULARY, int(trace.input[i]) - kept).tolist()
+        added = rng.integers(3, vocabulary, int(trace.input[i]) - kept).tolist()
         turns[number].append(ClientTurn(shared * first + added, int(trace.output[i]), float(pauses[i]), kept))
-    starts = np.zeros(count) if rate is None else np.cumsum(rng.exponential(1 / rate, count))
     before = read_page(url)
     results = asyncio.run(
         replay_sessions(
             url,
             turns,
-            starts.tolist(),
-            ca_file=request.ca_file,
+            trace.timestamp_s[sessions.first].tolist(),
+            ca_file=ca_file,
             api_key=own_api_key(),
             progress=lambda ended: progress(ended, count, f"{count} sessions"),
         )
     )
     after, ended = read_page(url), [i for i, each in enumerate(results) if all(one.error is None for one in each)]
-    done = [results[i] for i in ended]
-    if not done:
+    if not ended:
         raise MachineError(f"all {count} sessions at {url} failed: {results[0][-1].error}")
     mine = trace.take(np.flatnonzero(np.isin(sessions.session, ended)))
-    flat = [one for each in done for one in each]
+    flat = [one for i in ended for one in results[i]]
     arrived, first_s, end = (
         np.asarray([getattr(one, name) for one in flat], float) for name in ("send_s", "first_token_s", "end_s")
     )
     seen = {} if before is None or after is None else after.since(before).counters
-    share = seen.get("hits", 0.0) / max(seen.get("queries", 0.0), 1.0)
-    run = TurnTimes(mine, arrived, first_s, end, (share * mine.input).astype(int))
-    output = sessions_output(run, np.ones(len(flat), bool), rate or count / float(end.max()))
-    return output.but(reused_share=share, reused_by_turn=())
+    share = seen.get("hits", 0.0) / seen["queries"] if seen.get("queries") else None
+    run = TurnTimes(mine, arrived, first_s, end, ((share or 0.0) * mine.input).astype(int))
+    return SentSessions(run, count - len(ended), share)
+
+
+def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress: Progress) -> SessionsOutput:
+    """Drive sessions of a law against a running endpoint, and return what the client measured. `num_requests` is the
+    number of sessions, and `arrival_rate_per_s` the rate at which they begin.
+
+    Raises:
+        InputError: an option has no meaning for sessions, or sessions fork.
+        MachineError: nothing answers at the URL, or every session failed.
+    """
+    law, rate, count = workload.sessions, one_rate(request), request.num_requests or NUM_SESSIONS
+    assert law is not None
+    rng = np.random.default_rng(request.seed)
+    trace = sessions_to_send(law, count, rate, rng, request.pauses)
+    run, _, share = send_sessions(url, trace, ca_file=request.ca_file, progress=progress)
+    output = sessions_output(run, run.every, rate or count / float(run.end_s.max()))
+    return output.but(reused_share=share or 0.0, reused_by_turn=())
 
 
 NUM_SESSIONS = 40

@@ -46,7 +46,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import NOT_SEARCHED, Scheduler
 from xsimulator.front import fronted
 from xsimulator.run import joint_lengths
-from xsimulator.session_rate import replay_sessions
+from xsimulator.session_rate import SharesKept, replay_sessions
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
 
@@ -148,7 +148,8 @@ def _replaying(found: Found, problem: Problem, name: str) -> Found:
     log, sessions = load_sessions(name), found.draft.estimate.sessions
     if log is None or log.timestamp_s is None or sessions is None:
         return found
-    kept = replay_sessions(found.draft, problem.profile, log)
+    run = replay_sessions(found.draft, problem.profile, log)
+    kept = SharesKept.of(run, run.every, found.draft.constraint)
     return found.estimating(sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions))
 
 

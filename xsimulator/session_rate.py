@@ -189,26 +189,26 @@ def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:
 
 
 class SharesKept(NamedTuple):
+    """The shares of turns, and of sessions, that keep all their bounds."""
+
     turns: float
     sessions: float
-    run: TurnTimes
+
+    @classmethod
+    def of(cls, times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> SharesKept:
+        of_turns, kept = RequestTimes(times.ttft_s[counts], times.tpot_s[counts], times.whole_s[counts]), np.array(True)
+        for bound, values in zip(constraint.session_bounds, (times.ttft_s, times.whole_s), strict=True):
+            if bound is not None:
+                kept = kept & (per_session(times, counts, values) <= bound)
+        return cls(of_turns.goodput(constraint), float(np.mean(kept)))
 
 
-def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> SharesKept:
-    """Replay a log's sessions on one replica, which gets its share of them. First turns begin at their recorded
-    times.
-    """
+def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> TurnTimes:
+    """Replay sessions on one replica, which gets its share of them. First turns begin at the trace's times."""
     sessions = trace.turns
     if trace.timestamp_s is None:
         raise InputError("own_times", True, "the log has no times: give `arrival_rate_per_s`")
-    mine = trace.take(np.flatnonzero(sessions.session % plan.replicas == 0))
-    run = run_sessions(plan, profile, mine)
-    constraint, all_turns = plan.constraint, np.ones(len(mine.input), bool)
-    of_turns, kept = RequestTimes(run.ttft_s, run.tpot_s, run.whole_s), np.array(True)
-    for bound, values in zip(constraint.session_bounds, (run.ttft_s, run.whole_s), strict=True):
-        if bound is not None:
-            kept = kept & (per_session(run, all_turns, values) <= bound)
-    return SharesKept(of_turns.goodput(constraint), float(np.mean(kept)), run)
+    return run_sessions(plan, profile, trace.take(np.flatnonzero(sessions.session % plan.replicas == 0)))
 
 
 def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:
@@ -236,13 +236,10 @@ def session_capacity(
         return capacity, None
     run = trial.at(rate)
     times, counts, constraint = run.times, run.counts, plan.constraint
-    of_turns = RequestTimes(times.ttft_s[counts], times.tpot_s[counts], times.whole_s[counts])
     wait, whole = (per_session(times, counts, values) for values in (times.ttft_s, times.whole_s))
-    kept = np.ones(len(wait), bool)
-    for bound, values in zip(constraint.session_bounds, (wait, whole), strict=True):
-        kept &= values <= (np.inf if bound is None else bound)
-    share = min([float(kept.mean())] + ([of_turns.goodput(constraint)] if constraint.goals else []))
-    capacity = capacity.but(whole_s=float(np.quantile(of_turns.whole_s, constraint.quantile)), share_kept=share)
+    share = min(SharesKept.of(times, counts, constraint))
+    whole_s = float(np.quantile(times.whole_s[counts], constraint.quantile))
+    capacity = capacity.but(whole_s=whole_s, share_kept=share)
     return capacity, SessionEstimate(
         rate_per_s=rate,
         at_once=rate * float((whole + per_session(times, counts, times.paused_s)).mean()),

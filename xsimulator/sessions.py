@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from xgpt.core.schema import PlanDraft, Profile, StageLane
 from xgpt.core.schema.step_log import StepRecord
@@ -35,6 +36,11 @@ class TurnTimes:
     first_s: Floats
     end_s: Floats
     cached: Ints
+
+    @property
+    def every(self) -> npt.NDArray[np.bool_]:
+        """A mask of all turns."""
+        return np.ones(len(self.end_s), bool)
 
     @property
     def ttft_s(self) -> Floats:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import xgpt
 from xgpt.core import policies
+from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import draw_sessions, repeated, sample_of, workload_of_law
 from xgpt.core.workload import TraceLengths
+from xgpt.resolve import load_sessions
 from xprofiler.store import profile_of
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
@@ -167,3 +170,20 @@ def test_what_a_plan_keeps_is_kept_four_times_as_long_and_below_its_ceiling() ->
     run = run_sessions(plan, profile, trace._replace(timestamp_s=times))
     last = run.of_sessions(run.ttft_s)[-sessions.num_sessions // 4 :]
     assert np.quantile(last, 0.9) < 8 and np.quantile(run.ttft_s[-len(run.ttft_s) // 4 :], 0.9) < 0.72
+
+
+def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: Path) -> None:
+    plan, trace = _plan(profile, "quantile", "chunked", 20_000), _sent(30, 2.0)
+    log = run_requests(plan, profile, trace, int(trace.output.max()))
+    writer = StepLogWriter(tmp_path / "steps.jsonl")
+    for record in log:
+        writer(record)
+    writer.close()
+    found, sessions = load_sessions(str(tmp_path / "steps.jsonl")), trace.sessions
+    assert found is not None and found.sessions is not None and sessions is not None
+    order = np.argsort(logged_turns(plan, trace, log).arrived_s, kind="stable")
+    place = np.append(np.argsort(order), -1)
+    assert found.input.tolist() == trace.input[order].tolist()
+    assert found.output.tolist() == trace.output[order].tolist()
+    assert found.sessions.after.tolist() == place[sessions.after[order]].tolist()
+    assert (sessions.common[order] - found.sessions.common < plan.block_size + trace.output.max()).all()

@@ -32,7 +32,7 @@ def chats(target: Target, keys: list[str]) -> tuple[list[str], list[int]]:
     return answers, cached
 
 
-@pytest.mark.parametrize("flavour", ["one", pytest.param("tp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("flavour", ["one", *(pytest.param(name, marks=pytest.mark.long) for name in ("tp", "waa"))])
 def test_turns_have_the_same_tokens_with_and_without_kept_prefixes(flavour: str, tmp_path: Path) -> None:
     keys = "".join(f"user{i} {key}\n" for i, key in enumerate(KEYS))
     with attacked(flavour, save_checkpoint(tmp_path / "small"), tmp_path, keys=keys) as target:

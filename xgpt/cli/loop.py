@@ -30,8 +30,10 @@ LABELS = {
     "tpot_mean_s": "TPOT, mean, s",
     "tpot_quantile_s": "TPOT, quantile, s",
     "whole_quantile_s": "whole time, quantile, s",
+    "session_wait_quantile_s": "a session's waiting, quantile, s",
+    "session_time_quantile_s": "a session's time, quantile, s",
+    "reused_share": "share of prompt tokens found",
 }
-BOUNDS = {"ttft_quantile_s": "ttft_s", "tpot_quantile_s": "tpot_s", "whole_quantile_s": "latency_bound_s"}
 
 
 def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
@@ -46,27 +48,30 @@ def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
     if as_json:
         click.echo(dump_json(found), nl=False)
     else:
-        render.show(*_checked(found, click.get_current_context().params))
+        render.show(*_checked(found))
 
 
-def _checked(found: CheckOutput, given: dict[str, Any]) -> Iterator[object]:
+def _checked(found: CheckOutput) -> Iterator[object]:
     yield from tuned.advice_text(found.recommendation)
     rows = []
     for load, predicted in zip(found.loads, found.predicted, strict=True):
+        what = "requests" if load.num_sessions is None else "sessions"
         for name, label in LABELS.items():
-            value, bound = getattr(load, name), given.get(BOUNDS.get(name, ""))
+            value, bound = getattr(load, name), found.bounds.get(name)
+            if value is None:
+                continue
             off = f"{100 * (value / predicted[name] - 1):+.0f}%" if predicted[name] else "-"
-            first = f"{load.rate_per_s:.3g} requests/s" if name == "share_kept" else ""
+            first = f"{load.rate_per_s:.3g} {what}/s" if name == "share_kept" else ""
             shown = "-" if bound is None else f"{bound:g}"
             rows.append([first, label, f"{value:.4g}", f"{predicted[name]:.4g}", off, shown])
     columns = ["load", "", "measured", "predicted", "difference", "bound"]
     yield render.table("measured by this client, beside the prediction for the same load", columns, rows)
     failed = sum(load.num_failed for load in found.loads)
     if failed:
-        yield f"failed requests: {failed}"
+        yield f"failed {what}: {failed}"
     yield f"fit: {Fit(**found.fit).text}"
     after, before = tuned.ranged_text(found.rate_after), tuned.ranged_text(found.rate_before)
-    yield f"within the bounds: {after} requests/s; before: {before}"
+    yield f"within the bounds: {after} {what}/s; before: {before}"
 
 
 def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, cut, similar
 from xgpt.core.trace_files import MOST_LINE_BYTES, Role, check_memory, head_of, lines_of, memory_of, names, text_of
+from xgpt.core.trace_steps import is_step, requests_of
 
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
@@ -183,6 +184,9 @@ def _read(path: str, reader: Any) -> Iterator[list[str]]:
 
 
 def _json_rows(path: Path, field: str, first: str, opened: ExitStack) -> TraceRows:
+    if is_step(first):
+        numbered = enumerate(requests_of(path), start=1)
+        return TraceRows((_row(f"{path}, request {i}", row) for i, row in numbered), [])
     documents = _documents(path, field, first, opened)
     try:
         where, document = next(documents)

@@ -146,7 +146,9 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
     if found.kept_tokens >= 1:
         text += f" in {found.kept_tokens:,.0f} tokens kept between turns"
     if found.alone_per_s is not None and found.alone_per_s > 0:
-        text += f", which serves {found.rate_per_s / found.alone_per_s:.2g} times as many sessions as recomputing"
+        gain = found.rate_per_s / found.alone_per_s
+        serves = f"{gain:.2g} times as many sessions as" if gain > 1 + WORTH_IT else "no more sessions than"
+        text += f", which serves {serves} recomputing"
     yield f"{text}."
     if found.log_turns_kept is not None and found.log_sessions_kept is not None:
         yield (

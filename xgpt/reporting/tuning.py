@@ -19,7 +19,8 @@ COLUMNS = ("", "tokens a step", "requests", "within the bounds", "start s", "all
 def advice_text(found: Recommendation) -> Iterator[str]:
     """Yield what to run, its gain over what runs now, and its command."""
     words = {"run": "run", "change": "change to", "keep": "keep"}
-    rate = f"{ranged_text(found.best.rate_per_s)} requests/s within the bounds"
+    unit = "requests/s within the bounds" if found.gain is None else found.gain.unit
+    rate = f"{ranged_text(found.best.rate_per_s)} {unit}"
     yield f"{words[found.action]}: {found.best.settings}, {rate}; {found.why}"
     other = found.rejected if found.action == "keep" else found.best
     if found.gain is not None and found.gain.factor is not None and other is not None:

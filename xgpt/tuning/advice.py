@@ -16,7 +16,12 @@ PORT = 8000
 
 
 def advise(
-    tuner: Tuner, now: int | None, command: Callable[[int], str | None], *, least_gain: float = TOLERANCE
+    tuner: Tuner,
+    now: int | None,
+    command: Callable[[int], str | None],
+    unit: str = "requests/s",
+    *,
+    least_gain: float = TOLERANCE,
 ) -> Recommendation:
     model, draws = tuner.model, tuner.belief.draws
     standing = tuner.standing()
@@ -34,9 +39,7 @@ def advise(
     factor = None if ratio is None or not value else Ranged(value=float(np.median(ratio)), **_range(ratio))
     gain = None
     if value is not None:
-        gain = Gain(
-            unit="requests/s within the bounds", now=value, then=float(np.median(draws[:, best])), factor=factor
-        )
+        gain = Gain(unit=f"{unit} within the bounds", now=value, then=float(np.median(draws[:, best])), factor=factor)
     sure = standing.sure if now is None else gains if changes else 1 - (gains or 0.0)
     return Recommendation(
         action=action,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -17,34 +18,57 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Constraint, Plan, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.tuning import CheckOutput, DrivenLoad
+from xgpt.core.sessions import sample_of, turns_of
+from xgpt.core.workload import TraceLengths
+from xgpt.sessions import send_sessions, sessions_to_send
 from xgpt.tuning.advice import advise, rate_of_candidate
 from xgpt.tuning.driving import drive
 from xgpt.tuning.metrics import read_page
 from xgpt.tuning.problem import EngineProblem
 from xscheduler.tuning.model import EngineModel, MeasuredTimes
+from xscheduler.tuning.sessions import SessionModel
 from xscheduler.tuning.tuner import Tuner
 from xsimulator.capacity import Trial
 from xsimulator.measures import RequestTimes
+from xsimulator.session_rate import SharesKept, per_session, replay_sessions
+from xsimulator.sessions import TurnTimes
 
 SHARES = (0.5, 0.9)
 """Shares of the rate at which loads are sent: one without waiting shows the steps, one with waiting the queue."""
 LEAST_REQUESTS, MOST_REQUESTS, LOAD_S = 40, 300, 30.0
+"""Least and largest number of requests, or of sessions, of a load, and the seconds in which it arrives. Sessions arrive
+over at least the time that one of them takes.
+"""
 ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
 class LoadToSend:
+    """The loads that will be sent: for each rate, a number of requests, or of the sessions in `traces`."""
+
     url: str
     loads: tuple[tuple[float, int], ...]
     workload: Workload
     serving: float | None
+    traces: tuple[TraceLengths, ...] = ()
 
     @property
     def text(self) -> str:
-        parts = [f"{count} requests at {rate:.3g} a second ({count / rate:.0f} s)" for rate, count in self.loads]
-        means = self.workload.input.mean, self.workload.output.mean
-        lengths = "of about {:.0f} prompt and {:.0f} output tokens".format(*means)
+        what, turn = ("sessions", " a turn") if self.traces else ("requests", "")
+        takes = [f"at least {_seconds(each):.0f} s" for each in self.traces]
+        takes = takes or [f"{count / rate:.0f} s" for rate, count in self.loads]
+        parts = [
+            f"{count} {what} at {rate:.3g} a second ({seconds})"
+            for (rate, count), seconds in zip(self.loads, takes, strict=True)
+        ]
+        prompt, output = self.workload.input.mean, self.workload.output.mean
+        lengths = f"of about {prompt:.0f} prompt and {output:.0f} output tokens{turn}"
         return f"sends {' and '.join(parts)} {lengths} to {self.url}"
+
+
+def _seconds(trace: TraceLengths) -> float:
+    assert trace.timestamp_s is not None
+    return float(np.bincount(trace.turns.session, trace.timestamp_s + trace.turns.pause_s).max())
 
 
 def check(
@@ -65,41 +89,62 @@ def check(
         served: name of the server's model (`served_by`). None means that the server is asked.
 
     Raises:
-        InputError: the settings are not known, or the server serves another model.
+        InputError: the settings are not known, the server serves another model, or sessions fork.
         MachineError: nothing that answers is at the URL, the server is lost meanwhile, or nothing may be sent.
     """
     if asked.now is None or not asked.settings_now:
         kind = None if asked.now is None else asked.now.policy.kind
         raise InputError("plan", kind, "give the plan of an engine's own scheduler (policy chunked), or `current`")
-    sending = None
+    law, constraint, sending = asked.problem.workload.sessions, asked.problem.constraint, None
     if isinstance(target, str):
         served = _check_served(target, served_by(target) if served is None else served, asked.now)
-        sending = _sending(target, asked.problem.workload, rate_per_s or rate_of(asked.now))
+        own = rate_per_s or rate_of(asked.now) / (1.0 if law is None else turns_of(law))
+        if law is not None and own <= 0:
+            raise InputError("arrival_rate_per_s", None, "the bounds are kept at no rate: give that of your sessions")
+        sending = _sending(target, asked.problem.workload, own, seed)
         if not may_send(sending):
             raise MachineError("nothing was sent")
-    model = EngineModel(asked.problem, asked.prior, asked.settings_now)
+    elif law is not None:
+        raise InputError("target", target[0].source, "it states no sessions: give the server's URL")
+    sent = dict(zip((rate for rate, _ in sending.loads), sending.traces, strict=False)) if sending else {}
+    model = (
+        EngineModel(asked.problem, asked.prior, asked.settings_now)
+        if law is None
+        else SessionModel(asked.now, asked.problem.profile, asked.prior, sent)
+    )
     tuner, now = Tuner(model, seed), model.nearest(asked.settings_now[0])
     before = rate_of_candidate(tuner.belief.draws, now)
-    if sending is not None:
-        constraint, vocabulary = model.problem.constraint, model.problem.model.vocab_size
+    if sending is None:
+        assert not isinstance(target, str)
+        loads = tuple(_of_benchmark(load, constraint) for load in target)
+    else:
+        vocabulary = asked.problem.model.vocab_size
         loads = tuple(
-            drive(sending.url, sending.workload, constraint, rate, vocabulary=vocabulary, seed=seed + i, most=count)
+            _driven(sending.url, sent[rate], constraint, rate, vocabulary)
+            if sent
+            else drive(
+                sending.url, sending.workload, constraint, rate, vocabulary=vocabulary, seed=seed + i, most=count
+            )
             for i, (rate, count) in enumerate(sending.loads)
         )
-    else:
-        assert not isinstance(target, str)
-        loads = tuple(_of_benchmark(load, model.problem.constraint) for load in target)
-    predicted = tuple(_predicted(model, now, load) for load in loads)
+    predicted = tuple(
+        _of_sessions(replay_sessions(asked.now, asked.problem.profile, sent[load.rate_per_s]), constraint)
+        if sent
+        else _predicted(model, now, load)
+        for load in loads
+    )
     for load in loads:
         tuner.tell_times(MeasuredTimes(now, load.rate_per_s, load.ttft_mean_s, load.tpot_mean_s))
+    what = "requests/s" if law is None else "sessions/s"
     return CheckOutput(
         model=served or model.problem.model.name,
         loads=loads,
         predicted=predicted,
+        bounds={name: value for name, value in _bounds(constraint).items() if value is not None},
         fit=tuner.fit._asdict(),
         rate_before=before,
         rate_after=rate_of_candidate(tuner.belief.draws, now),
-        recommendation=advise(tuner, now, lambda index: asked.command_of(model.plan(index), is_now=index == now)),
+        recommendation=advise(tuner, now, lambda index: asked.command_of(model.plan(index), is_now=index == now), what),
     )
 
 
@@ -123,21 +168,70 @@ def _check_served(url: str, name: str, now: Plan) -> str:
     return name
 
 
-def _sending(url: str, workload: Workload, rate_per_s: float) -> LoadToSend:
-    page = read_page(url)
-    loads = []
-    for share in SHARES:
-        rate = max(share * rate_per_s, 0.05)
-        loads.append((rate, min(MOST_REQUESTS, max(LEAST_REQUESTS, ceil(LOAD_S * rate)))))
+def _sending(url: str, workload: Workload, rate_per_s: float, seed: int) -> LoadToSend:
+    page, law = read_page(url), workload.sessions
+    least_s = LOAD_S
+    if law is not None:
+        sample = sample_of(law).turns
+        least_s = max(LOAD_S, float(sample.pause_s.sum()) / sample.num_sessions)
+    rates = [max(share * rate_per_s, 0.05) if law is None else share * rate_per_s for share in SHARES]
+    loads = [(rate, min(MOST_REQUESTS, max(LEAST_REQUESTS, ceil(least_s * rate)))) for rate in rates]
+    traces = (
+        ()
+        if law is None
+        else (
+            sessions_to_send(law, count, rate, np.random.default_rng(seed + i)) for i, (rate, count) in enumerate(loads)
+        )
+    )
     serving = None if page is None else page.outstanding
-    return LoadToSend(url, tuple(loads), workload, serving)
+    return LoadToSend(url, tuple(loads), workload, serving, tuple(traces))
+
+
+def _driven(url: str, trace: TraceLengths, constraint: Constraint, rate_per_s: float, vocabulary: int) -> DrivenLoad:
+    run, num_failed, share = send_sessions(url, trace, vocabulary=vocabulary)
+    figures: dict[str, Any] = {**_of_sessions(run, constraint), "reused_share": share}
+    ended = run.trace.turns.num_sessions
+    figures["share_kept"] *= ended / (ended + num_failed)
+    return DrivenLoad(
+        rate_per_s=rate_per_s,
+        num_sessions=ended,
+        num_requests=len(run.end_s),
+        num_failed=num_failed,
+        kept=figures["share_kept"] >= constraint.quantile,
+        seconds=float(run.end_s.max()),
+        **figures,
+    )
+
+
+def _of_sessions(run: TurnTimes, constraint: Constraint) -> dict[str, float]:
+    turns = RequestTimes(run.ttft_s, run.tpot_s, run.whole_s)
+    wait, time = (
+        float(np.quantile(per_session(run, run.every, values), constraint.quantile))
+        for values in (run.ttft_s, run.whole_s)
+    )
+    return _figures(turns, constraint) | {
+        "share_kept": min(SharesKept.of(run, run.every, constraint)),
+        "session_wait_quantile_s": wait,
+        "session_time_quantile_s": time,
+        "reused_share": run.reused_share,
+    }
+
+
+def _bounds(constraint: Constraint) -> dict[str, float | None]:
+    return {
+        "ttft_quantile_s": constraint.ttft_s,
+        "tpot_quantile_s": constraint.tpot_s,
+        "whole_quantile_s": constraint.latency_bound_s,
+        "session_wait_quantile_s": constraint.session_wait_s,
+        "session_time_quantile_s": constraint.session_time_s,
+    }
 
 
 def _of_benchmark(load: MeasuredLoad, constraint: Constraint) -> DrivenLoad:
     if load.rate_per_s is None:
         accepted = "it is a closed loop: give a result at an arrival rate (`vllm bench serve --request-rate`)"
         raise InputError("target", load.source, accepted)
-    means = {"ttft_mean_s": load.ttft_s, "tpot_mean_s": load.tpot_s}
+    means: dict[str, Any] = {"ttft_mean_s": load.ttft_s, "tpot_mean_s": load.tpot_s}
     bounds = ((constraint.ttft_s, load.ttft_s), (constraint.tpot_s, load.tpot_s))
     return DrivenLoad(
         rate_per_s=load.rate_per_s,

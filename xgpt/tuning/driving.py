@@ -102,8 +102,9 @@ def drive(
     count = most or test.most + round(LEAST_S * rate_per_s)
     inputs, outputs = sample(workload, count, rng)
     times = ArrivalProcess.at(rate_per_s, constraint.burstiness).times(count, rng)
+    tokens = np.random.default_rng()  # a server keeps the K/V of earlier runs
     requests = [
-        ClientRequest(rng.integers(3, vocabulary, int(n)).tolist(), int(out), int(out), float(at))
+        ClientRequest(tokens.integers(3, vocabulary, int(n)).tolist(), int(out), int(out), float(at))
         for n, out, at in zip(inputs, outputs, times, strict=True)
     ]
     began_s, in_a_row, first = time.monotonic(), 0, ""

@@ -120,9 +120,6 @@ def engine_problem(
         planned = _with_model(planned, running)
     name = planned.engine or (default if running is None else engine_name(running))
     problem, prior = _resolved(planned, name, cluster, progress)
-    if problem.workload.sessions is not None:
-        says = "independent requests are sent here: give request lengths, or drive sessions by `xgpt bench URL`"
-        raise InputError("workload", problem.workload.name, says)
     if problem.engine is None or problem.engine.scheduler != "own" or problem.engine.framework == "xgpt":
         raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm or sglang")
     if running is None:

@@ -139,29 +139,31 @@ def _prefill_s(problem: Problem, tokens: Ints) -> Floats:
     return found
 
 
+def of_turns(problem: Problem) -> Constraint:
+    """Return the bounds on single turns that take the place of bounds on sessions, in closed forms."""
+    constraint, lengths, law = problem.constraint, Lengths(problem.workload), problem.workload.sessions
+    assert law is not None
+    found, turns = dict[str, float](), turns_of(law)
+    if constraint.session_wait_s is not None:
+        found["ttft_s"] = constraint.session_wait_s / turns
+    if constraint.session_time_s is not None and lengths.mean_decodes > 0:
+        found["tpot_s"] = constraint.session_time_s / turns / lengths.mean_decodes
+    if constraint.quantile < LEAST_QUANTILE:
+        found = {}
+    means = {name: min(value, getattr(constraint, name) or np.inf) for name, value in found.items()}
+    return constraint.but(session_wait_s=None, session_time_s=None, arrival_rate_per_s=None, **means)
+
+
 class _SessionSearch:
     def __init__(self, problem: Problem, kinds: Sequence[str], search: SearchMethod, progress: Progress | None) -> None:
         law = problem.workload.sessions
         assert law is not None
         self._problem, self._kinds, self._search, self._progress = problem, kinds, search, progress
         self._num_turns, self._turns = turns_of(law), _KeptTurns.of(problem)
-        self._of_turns = scheduler(problem, search).problem.constraint.but(
-            session_wait_s=None, session_time_s=None, arrival_rate_per_s=None, **self._means()
-        )
+        self._of_turns = of_turns(scheduler(problem, search).problem)
         self._best: dict[str, tuple[PlanDraft, float]] = {}
         self._tried: set[object] = set()
         self._num_tried = 0
-
-    def _means(self) -> dict[str, float]:
-        constraint, law = self._problem.constraint, Lengths(self._problem.workload)
-        if constraint.quantile < LEAST_QUANTILE:
-            return {}
-        found = {}
-        if constraint.session_wait_s is not None:
-            found["ttft_s"] = constraint.session_wait_s / self._num_turns
-        if constraint.session_time_s is not None and law.mean_decodes > 0:
-            found["tpot_s"] = constraint.session_time_s / self._num_turns / law.mean_decodes
-        return {name: min(value, getattr(constraint, name) or np.inf) for name, value in found.items()}
 
     def found(self, policy: PolicyChoice) -> dict[str, Found]:
         ceiling = self.ceiling()
@@ -246,17 +248,14 @@ class _SessionSearch:
         each = [by.ceiling_of(one, kind).most for kind, one in found.items()]
         return np.inf if None in each else max(one for one in each if one is not None)
 
-    def _say(self, what: str) -> None:
-        self._num_tried += 1
-        if self._progress is not None:
-            self._progress(min(self._num_tried, 40), 41, simulating(what))
-
     def _try(self, kind: str, draft: PlanDraft, guess: float) -> bool:
         key = draft.policy, draft.stages, draft.replicas
         if key in self._tried:
             return False
         self._tried.add(key)
-        self._say(f"sessions under {kind}")
+        self._num_tried += 1
+        if self._progress is not None:
+            self._progress(min(self._num_tried, 40), 41, simulating("sessions"))
         draft = draft.but(constraint=self._own(draft))
         trial, best = SessionTrial(draft, self._problem.profile), self._best.get(kind)
         if best is not None and best[1] > 0 and not trial.keeps((1 + PRECISION) * best[1] / self._num_turns):

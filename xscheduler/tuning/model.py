@@ -26,6 +26,7 @@ from xscheduler.space import Space
 from xscheduler.tuning.belief import Array, Belief
 from xsimulator.capacity import Trial
 from xsimulator.fitted import Fit
+from xsimulator.measures import RequestTimes
 from xsimulator.queueing import NUM_LOADS
 
 DESIGN = 48
@@ -153,12 +154,15 @@ class EngineModel:
         return np.asarray([rates[placement][curve, load] for placement, curve, load in self._index])
 
     def times(self, candidate: int, rate_per_s: float, fit: Fit) -> tuple[float, float]:
-        plan = fit.of_plan(self.plan(candidate))
-        trial = Trial(plan, fit.of_profile(self.problem.profile), least_requests=REQUESTS)
-        found = trial.at(rate_per_s)
-        assert found is not None
+        found = self.simulated(candidate, rate_per_s, fit)
         bound_s = self.problem.constraint.ttft_s or self.problem.constraint.latency_bound_s or 10.0
         return min(float(found.ttft_s.mean()), LONGEST * bound_s), max(float(found.tpot_s.mean()), 1e-6)
+
+    def simulated(self, candidate: int, rate_per_s: float, fit: Fit) -> RequestTimes:
+        plan = fit.of_plan(self.plan(candidate))
+        found = Trial(plan, fit.of_profile(self.problem.profile), least_requests=REQUESTS).at(rate_per_s)
+        assert found is not None
+        return found
 
     def plan(self, candidate: int) -> Plan:
         if candidate not in self._plans:

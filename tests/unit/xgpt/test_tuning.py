@@ -73,14 +73,14 @@ def test_the_highest_rate_is_found_from_a_wrong_expectation(expected: float) -> 
 
 
 @contextmanager
-def fake_engine(monkeypatch: pytest.MonkeyPatch, flags: str = "", **variables: str) -> Iterator[str]:
+def fake_engine(monkeypatch: pytest.MonkeyPatch, flags: str = "", model: str = "m", **variables: str) -> Iterator[str]:
     """The URL of an engine that batches on a sleeping clock."""
     monkeypatch.setattr(driving, "LEAST_S", 0.3)
     monkeypatch.setattr(engines, "LOOK_S", 0.05)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     start = f"cd {ROOT} && exec {sys.executable} -m tests.fake_engine {{command}} --port {{port}}"
-    with Template(start, None).run(["m", *flags.split()], time.monotonic() + 30) as url:
+    with Template(start, None).run([model, *flags.split()], time.monotonic() + 30) as url:
         yield url
 
 
@@ -416,3 +416,56 @@ def test_check_of_a_plan_and_a_benchmark_through_the_command_line(tmp_path: Path
     )
     refused = CliRunner().invoke(cli, ["check", str(bench)])
     assert "give the plan that the server runs" in str(refused.exception)
+
+
+SESSIONS = """
+name: short-sessions
+source: made up
+sessions:
+  turns: {kind: uniform, min: 2, max: 4}
+  shared_prefix: 64
+  first_input: {kind: uniform, min: 100, max: 200}
+  added_input: {kind: uniform, min: 20, max: 60}
+  output: {kind: uniform, min: 20, max: 40}
+  pause: {median_s: 0.05}
+  max_context: 2000
+"""
+
+
+@pytest.mark.usefixtures("small_model")
+def test_check_sends_sessions_and_compares_their_turns_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law, plan = tmp_path / "law.yaml", tmp_path / "plan.json"
+    law.write_text(SESSIONS, encoding="utf-8")
+    bounds = ["--ttft", "1", "--tpot", "0.1", "--session-wait", "3", "--quantile", "0.9"]
+    asked = ["--model", "llama-3.1-8b", "--cluster", "h100x1", "--workload", str(law), "--engine", "vllm", *bounds]
+    made = CliRunner().invoke(cli, ["plan", *asked, "--policy", "chunked", "-o", str(plan)])
+    assert made.exit_code == 0, made.output
+    promised = json.loads(plan.read_text(encoding="utf-8"))["estimate"]["sessions"]["rate_per_s"]
+    monkeypatch.setattr(checking, "LEAST_REQUESTS", 12)
+    monkeypatch.setattr(checking, "LOAD_S", 0.5)
+    with fake_engine(monkeypatch, model="meta-llama/Llama-3.1-8B") as url:
+        given = ["check", url, "--plan", str(plan), "--arrival-rate", "10"]
+        result = CliRunner().invoke(cli, given)
+        found = json.loads(CliRunner().invoke(cli, [*given, "--json"]).stdout)
+        current = [*given[:2], *asked[:6], *bounds, "--current", "vllm serve meta-llama/Llama-3.1-8B", *given[4:]]
+        refused = CliRunner().invoke(cli, ["tune", *asked, "--start", "true {command}"])
+        other = CliRunner().invoke(cli, [*current, "--json"])
+    assert result.exit_code == 0, result.output
+    assert (
+        "sends 12 sessions at 5 a second (at least" in result.output and "sessions/s within the bounds" in result.output
+    )
+    assert "requests/s" not in result.output and "a session's waiting" in result.output
+    assert (
+        other.exit_code == 0
+        and found["recommendation"]["action"] == json.loads(other.stdout)["recommendation"]["action"]
+    )
+    assert found["rate_before"]["value"] == pytest.approx(promised, rel=0.1) and found["bounds"]["ttft_quantile_s"] == 1
+    assert len(found["loads"]) == 2
+    for load, predicted in zip(found["loads"], found["predicted"], strict=True):
+        assert load["num_sessions"] == 12 and load["kept"] and load["share_kept"] == 1
+        # The fake engine keeps everything in blocks of vLLM's size, as the simulation does with so much memory.
+        assert load["reused_share"] == pytest.approx(predicted["reused_share"], abs=0.03)
+        assert load["session_wait_quantile_s"] > load["ttft_quantile_s"] > predicted["ttft_quantile_s"] / 3
+    assert "send sessions by `xgpt check`" in str(refused.exception)

@@ -18,15 +18,17 @@ class DrivenLoad(Frozen):
     """
 
     rate_per_s: PositiveFloat
-    """Requests a second that were sent, as a Poisson process."""
+    """Requests, or sessions, that began in a second, as a Poisson process."""
+    num_sessions: NonNegativeInt | None = None
+    """Number of sessions that ended. Null if independent requests were sent."""
     num_requests: NonNegativeInt
-    """Number of answered requests."""
+    """Number of answered requests. Turns of sessions are requests."""
     num_failed: NonNegativeInt
     """Number of requests that failed. They count as late."""
     share_kept: float = Field(ge=0, le=1)
-    """Share of the requests that kept all bounds."""
+    """Share of the requests, or of turns or sessions if fewer did, that kept all bounds."""
     kept: bool
-    """Whether enough requests kept the bounds, by a sequential test."""
+    """Whether enough kept the bounds, for requests by a sequential test."""
     ttft_mean_s: NonNegativeFloat
     """Mean time to first token."""
     ttft_quantile_s: NonNegativeFloat
@@ -37,6 +39,12 @@ class DrivenLoad(Frozen):
     """Quantile of the time per output token at the required share of requests."""
     whole_quantile_s: NonNegativeFloat
     """Quantile of the time to the last token at the required share of requests."""
+    session_wait_quantile_s: NonNegativeFloat | None = None
+    """Quantile of a session's waiting: the sum of its turns' times to first token."""
+    session_time_quantile_s: NonNegativeFloat | None = None
+    """Quantile of a session's time without its pauses."""
+    reused_share: float | None = None
+    """Share of the sessions' prompt tokens that the server found in its cache. Null if its metrics do not say."""
     seconds: PositiveFloat
     """Seconds from the first request to the last answer."""
 
@@ -97,10 +105,13 @@ class CheckOutput(Frozen):
     """The measured loads."""
     predicted: tuple[dict[str, float], ...]
     """For each load, the figures that were predicted for it, by the names of `DrivenLoad`."""
+    bounds: dict[str, float]
+    """The bounds on these figures, by the same names."""
     fit: dict[str, float]
     """The fitted factors on prefill and decode, and the seconds added to each step and to each request."""
     rate_before: Ranged
-    """Highest rate within the bounds, as it was predicted, with the range of nine of ten cases."""
+    """Highest rate within the bounds, as it was predicted, with the range of nine of ten cases. Requests, or sessions
+    that begin, in a second."""
     rate_after: Ranged
     """The same after the measurement."""
     recommendation: Recommendation
