@@ -53,6 +53,7 @@ def run(plan: Plan, profile: Profile, trace: TraceLengths) -> TurnTimes:
 
 class Row(NamedTuple):
     source: str
+    route: str
     load: str
     figure: str
     measured: float
@@ -61,10 +62,6 @@ class Row(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.simulated / self.measured
-
-    @property
-    def line(self) -> str:
-        return f"| {self.source} | {self.load} | {self.figure} | {self.measured:.4g} | {self.simulated:.4g} |"
 
 
 STAGES = (
@@ -76,30 +73,61 @@ next stage begins when all have ended.
 """
 GROUPS, EACH, SYSTEM, QUESTION, ANSWER, REPLICAS = 150, 5, 6000, 1200, 1000, 8
 APART_S = 1000.0
-LADDER = "llm-d/llm-d-kv-cache, benchmarking/73-capacity: Qwen3-32B, 8 x 2 H100, vLLM"
-LATER = "llm-d/llm-d, guides/optimized-baseline: Qwen3-32B, 8 x 2 H100, SGLang"
-MEANS = {
-    "at random": (
-        *(0.622, 0.826, 1.278, 25.073, 28.185, 30.689, 32.212, 34.043, 54.196),
-        *(53.247, 53.572, 56.130, 56.035, 54.844, 56.803, 57.426),
+ROUTES = ("at random", "by prefix")
+Times = tuple[float, ...]
+
+
+class Ladder(NamedTuple):
+    """TTFT by stage, the last ones if some are missing, in seconds.
+
+    Attributes:
+        quantile: None means that times are means.
+        random: with routing at random, or in turn.
+        prefix: with routing by what replicas have.
+    """
+
+    source: str
+    engine: str
+    quantile: float | None
+    random: Times
+    prefix: Times
+
+
+LADDERS = (
+    Ladder(
+        "llm-d-kv-cache, benchmarking/73-capacity",
+        "vLLM",
+        None,
+        random=(
+            *(0.622, 0.826, 1.278, 25.073, 28.185, 30.689, 32.212, 34.043, 54.196),
+            *(53.247, 53.572, 56.130, 56.035, 54.844, 56.803, 57.426),
+        ),
+        prefix=(
+            *(0.291, 0.335, 0.249, 0.363, 0.300, 0.303, 0.296, 0.275, 0.269),
+            *(0.281, 0.293, 0.311, 0.288, 0.308, 0.319, 0.283),
+        ),
     ),
-    "by prefix": (
-        *(0.291, 0.335, 0.249, 0.363, 0.300, 0.303, 0.296, 0.275, 0.269),
-        *(0.281, 0.293, 0.311, 0.288, 0.308, 0.319, 0.283),
+    Ladder(
+        "llm-d, guides/optimized-baseline, vLLM; the same memory is assumed",
+        "vLLM",
+        0.9,
+        random=(2.4, 46.1, 0.9, 4.9, 46.2, 37.9, 61.9, 66.8, 139.9, 143.8, 158.5, 153.3, 154.1),
+        prefix=(4.2, 1.4, 0.2, 0.2, 0.2, 0.3, 0.2, 0.2, 2.1, 1.3, 0.2, 19.9, 0.9),
     ),
-}
-"""Mean TTFT by stage, in seconds, with routing at random and by what replicas say that they have (precise)."""
-TAILS = {
-    "at random": (
-        *(0.867, 1.656, 1.396, 33.849, 35.845, 39.469, 43.176, 47.802, 119.486),
-        *(151.379, 125.039, 126.431, 131.208, 129.790, 129.604, 172.690),
+    Ladder(
+        "llm-d, guides/optimized-baseline, SGLang",
+        "SGLang",
+        0.9,
+        random=(
+            *(0.867, 1.656, 1.396, 33.849, 35.845, 39.469, 43.176, 47.802, 119.486),
+            *(151.379, 125.039, 126.431, 131.208, 129.790, 129.604, 172.690),
+        ),
+        prefix=(
+            *(0.148, 0.161, 0.173, 0.244, 0.152, 0.157, 0.161, 0.156, 0.303),
+            *(0.222, 0.236, 0.212, 0.217, 0.231, 0.413, 0.437),
+        ),
     ),
-    "by prefix": (
-        *(0.148, 0.161, 0.173, 0.244, 0.152, 0.157, 0.161, 0.156, 0.303),
-        *(0.222, 0.236, 0.212, 0.217, 0.231, 0.413, 0.437),
-    ),
-}
-"""90% quantile of TTFT by stage, in seconds, with a Kubernetes service (in turn) and with llm-d's routing by prefix."""
+)
 
 
 def prompts(route: str, rng: np.random.Generator) -> tuple[TraceLengths, Ints]:
@@ -131,18 +159,24 @@ def prompts(route: str, rng: np.random.Generator) -> tuple[TraceLengths, Ints]:
     return TraceLengths(inputs, outputs, times, sessions=sessions), stages
 
 
-def ladder() -> Iterator[Row]:
-    command = "docker run vllm/vllm-openai:v0.11.0 --model Qwen/Qwen3-32B --tensor-parallel-size 2 --block-size 64"
-    vllm = deployed("qwen3-32b", "h100x8", command, 307_328)
-    sglang = deployed("qwen3-32b", "h100x8", "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2")
-    for source, figure, found, tables in ((LADDER, "mean TTFT, s", vllm, MEANS), (LATER, "p90 TTFT, s", sglang, TAILS)):
-        for route, measured in tables.items():
-            trace, stages = prompts(route, np.random.default_rng(0))
-            ttft = run(*found, trace).ttft_s
-            for stage, ((rate, _), real) in enumerate(zip(STAGES[1:], measured, strict=True), 1):
-                mine = ttft[stages == stage]
-                simulated = float(mine.mean() if figure.startswith("mean") else np.quantile(mine, 0.9))
-                yield Row(source, f"{rate} requests/s, {route}", figure, real, simulated)
+def ladders() -> Iterator[Row]:
+    """Qwen3-32B on 8 replicas of 2 H100."""
+    engines = {
+        "vLLM": deployed(
+            "qwen3-32b", "h100x8", "docker run vllm/vllm-openai:v0.11.0 --model Qwen/Qwen3-32B -tp 2", 307_328
+        ),
+        "SGLang": deployed("qwen3-32b", "h100x8", "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2"),
+    }
+    for route in ROUTES:
+        trace, stages = prompts(route, np.random.default_rng(0))
+        waits = {engine: run(*found, trace).ttft_s for engine, found in engines.items()}
+        for each in LADDERS:
+            measured = each.random if route == "at random" else each.prefix
+            for back, real in enumerate(reversed(measured), 1):
+                ttft = waits[each.engine][stages == len(STAGES) - back]
+                simulated = float(ttft.mean() if each.quantile is None else np.quantile(ttft, each.quantile))
+                figure = "mean TTFT, s" if each.quantile is None else f"p{100 * each.quantile:.0f} TTFT, s"
+                yield Row(each.source, route, f"{STAGES[-back][0]} requests/s", figure, real, simulated)
 
 
 CHATS = {"mean TTFT, s": 4.350, "mean TPOT, s": 0.04847}
@@ -179,7 +213,7 @@ def conversations() -> Iterator[Row]:
         ("mean TTFT, s", [one.ttft_s for one in runs]),
         ("mean TPOT, s", [one.tpot_s for one in runs]),
     ):
-        yield Row(CHAT, "10 clients", name, CHATS[name], median(float(each.mean()) for each in values))
+        yield Row(CHAT, "-", "10 clients", name, CHATS[name], median(float(each.mean()) for each in values))
 
 
 @click.group()
@@ -189,11 +223,22 @@ def main() -> None:
 
 @main.command()
 def published() -> None:
-    rows = []
-    for row in (*conversations(), *ladder()):
-        rows.append(row)
-        click.echo(row.line)
-    table = ["| source | load | figure | measured | simulated |", "|---|---|---|---|---|", *(row.line for row in rows)]
+    groups = dict[tuple[str, str, str], list[Row]]()
+    for row in (*conversations(), *ladders()):
+        groups.setdefault((row.source, row.route, row.figure), []).append(row)
+        click.echo(
+            f"{row.source}, {row.route}, {row.load}, {row.figure}: {row.measured:.4g}, simulated {row.simulated:.4g}"
+        )
+    columns = "source | routed | figure | rows | measured | simulated | simulated / measured: median | least | most"
+    table = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
+    for names, each in groups.items():
+        cells = [*names, str(len(each))]
+        for values in ([row.measured for row in each], [row.simulated for row in each]):
+            cells.append(f"{min(values):.3g} to {max(values):.3g}" if len(each) > 1 else f"{values[0]:.3g}")
+        ratios = [row.ratio for row in each]
+        cells += [f"{value:.2f}" for value in (median(ratios), min(ratios), max(ratios))]
+        table.append(f"| {' | '.join(cells)} |")
+    rows = [row for each in groups.values() for row in each]
     waits = [row for row in rows if "TTFT" in row.figure]
     ratios = [row.ratio for row in waits]
     within = sum(0.5 <= each <= 2 for each in ratios)
