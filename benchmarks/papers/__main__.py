@@ -139,8 +139,12 @@ def _held(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _commit() -> str:
-    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=True, cwd=results.ROOT).stdout.strip()
+    """Return the commit of the code that runs, with + if the code has changed since."""
+    changed, commit = (
+        subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=results.ROOT).stdout.strip()
+        for words in (("status", "--porcelain", "--", "*.py"), ("rev-parse", "--short=8", "HEAD"))
+    )
+    return commit + "+" * bool(changed)
 
 
 def _processor_s() -> float:

@@ -55,7 +55,7 @@ def within(source: str, what: str, paper: float, ours: float, tolerance: float, 
         source,
         what,
         f"{paper:g}{space}{unit}",
-        f"{ours:.3g}{space}{unit}",
+        f"{float(f'{ours:.3g}'):g}{space}{unit}",
         f"±{100 * tolerance:g}%",
         bool(abs(ours / paper - 1) <= tolerance),
         why,
@@ -98,10 +98,10 @@ class Range:
 
     def __str__(self) -> str:
         ends = zip((self.least, self.most), self.cut, strict=True)
-        return " to ".join(f"{_two_digits(end)}{' (last tried)' * cut}" for end, cut in ends)
+        return " to ".join(f"{two_digits(end)}{' (last tried)' * cut}" for end, cut in ends)
 
 
-def _two_digits(value: float) -> str:
+def two_digits(value: float) -> str:
     """Return whole numbers as they are, and others with two significant digits."""
     if isinstance(value, int) or not value:
         return f"{value:g}"

@@ -115,12 +115,11 @@ def figures_9_to_12() -> Iterator[Found]:
             found = caps_of(paper, order, variance, which)
             why = f"the requests in TTB's batches (unstated), here TCB's {most}; {_at(found)}"
         else:
-            why = f"{step}{_at(steps_of(paper, order, which), ' ms more')}, not with Fig. "
-            why += "10 (tcb-joint)" if source == "TCB Fig. 11" else "11 (tcb-joint)"
+            why = f"{step}{_at(steps_of(paper, order, which), ' ms more')}; all rows: tcb-joint"
         yield within(source, what, paper, ours, 1 - LEAST, "x", why)
     for name, rps in SATURATED_RPS.items():
         ours = served(name, "das")[0]
-        why = f"{step}{_at(steps_to_saturate(name), ' ms more')}, not with 2.22x (tcb-joint)"
+        why = f"{step}{_at(steps_to_saturate(name), ' ms more')}; all rows: tcb-joint"
         what = f"requests a second of which {name} is saturated, das"
         yield within("TCB 6.2.1", what, rps, ours, SATURATED_WITHIN, "req/s", why)
     cases: tuple[tuple[AdmissionOrder, float], ...] = (("das", 20.0), ("fcfs", 20.0), ("fcfs", 100.0))
