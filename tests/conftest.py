@@ -114,6 +114,18 @@ def _logging_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are verified with a tenth of the requests: for tests of what is chosen and said, not of its figures."""
+    _shorten(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def short_simulations_here() -> Iterator[None]:
+    """The same for all tests of a file, and for what they share."""
+    with pytest.MonkeyPatch.context() as patch:
+        _shorten(patch)
+        yield
+
+
+def _shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     from xscheduler.objectives import saturation  # vLLM's environment collects tests without the planner's packages
     from xsimulator import capacity
 

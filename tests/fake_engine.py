@@ -126,11 +126,8 @@ class Engine:
                 if path == "/v1/completions":
                     await self.complete(json.loads(body), writer)
                     continue
-                text = (
-                    self.page()
-                    if path == "/metrics"
-                    else json.dumps({"data": [{"id": self.model, "owned_by": "vllm"}]})
-                )
+                models = json.dumps({"data": [{"id": self.model, "owned_by": "vllm"}]})
+                text = self.page() if path == "/metrics" else models
                 writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):

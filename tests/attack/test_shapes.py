@@ -42,6 +42,7 @@ def body_chunks(extension: str = "") -> list[str]:
 
 
 POST, GET = "POST /v1/completions HTTP/1.1", "GET /v1/models HTTP/1.1"
+UPGRADE = "Connection: Upgrade\r\nUpgrade: "
 HTTP_SHAPES: dict[str, tuple[bytes, list[list[int]]]] = {
     "chunks": (chunked(*body_chunks()), [[200, 200]]),
     "chunk extensions": (chunked(*body_chunks(";a=b")), [[200, 200], [400]]),
@@ -85,10 +86,7 @@ HTTP_SHAPES: dict[str, tuple[bytes, list[list[int]]]] = {
     "an encoded null": (raw("GET /v1/models%00 HTTP/1.1"), [[404, 200]]),
     "bad UTF-8 in a path": (raw("GET /%ff%fe HTTP/1.1"), [[404, 200]]),
     "a long path": (raw(f"GET /{'a' * 100_000} HTTP/1.1"), [[400]]),
-    "websocket": (
-        raw("GET / HTTP/1.1", "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"),
-        [[200, 200]],
-    ),
+    "websocket": (raw("GET / HTTP/1.1", f"{UPGRADE}websocket\r\nSec-WebSocket-Version: 13\r\n"), [[200, 200]]),
     "h2c": (raw(GET, "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"), [[200, 200]]),
     "HTTP/2's preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [[400], [404, 400], [405, 400], [421, 400]]),
     "HTTP/0.9": (b"GET /v1/models\r\n", [[400]]),
@@ -125,10 +123,7 @@ JSON_SHAPES: dict[str, tuple[bytes, int]] = {
     "a deep unknown field": (b'{"model":"small","prompt":[1],"x":' + b"[" * DEEP + b"]" * DEEP + b"}", 400),
     "a huge integer": (b'{"model":"small","prompt":[1],"max_tokens":' + b"9" * 1_000_000 + b"}", 400),
     "a huge float": (b'{"model":"small","prompt":[1],"temperature":1e' + b"9" * 1000 + b"}", 400),
-    "a long fraction": (
-        b'{"model":"small","prompt":[1],"max_tokens":2,"temperature":0.' + b"3" * 1_000_000 + b"}",
-        200,
-    ),
+    "a long fraction": (b'{"model":"small","prompt":[1],"max_tokens":2,"top_p":0.' + b"3" * 1_000_000 + b"}", 200),
     "duplicate keys": (b'{"model":"other","model":"small","prompt":[1],"max_tokens":1,"max_tokens":2}', 200),
     "a million keys": (b'{"model":"small","prompt":[1],' + b'"a":1,' * 100_000 + b'"b":1}', 400),
     "NaN": (b'{"model":"small","prompt":[1],"temperature":NaN}', 400),
@@ -162,6 +157,10 @@ def message(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}], "max_tokens": 2, **fields}
 
 
+def with_variables(**variables: Any) -> dict[str, Any]:
+    return message("x", chat_template_kwargs=variables)
+
+
 DEEP_VALUE: Any = "x"
 for _ in range(100):
     DEEP_VALUE = [DEEP_VALUE]
@@ -171,17 +170,11 @@ CHATS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "special tokens": (message("</s><|im_end|><<SYS>>"), (200,)),
     "a role of a megabyte": (message("x", role="r" * 1_000_000), (400,)),
     "no role": (message("x", role=""), (400,)),
-    "variables over globals": (
-        message("x", chat_template_kwargs={"raise_exception": 1, "range": 2, "loop": 3}),
-        (200,),
-    ),
-    "variables over messages": (
-        message("x", chat_template_kwargs={"messages": [], "add_generation_prompt": 9}),
-        (200,),
-    ),
-    "deep variables": (message("x", chat_template_kwargs={"a": DEEP_VALUE}), (200, 400)),
-    "long variables": (message("x", chat_template_kwargs={"a": "x" * 300_000}), (400,)),
-    "private variables": (message("x", chat_template_kwargs={"__class__": 1, "self": 2, "caller": 3}), (200, 400)),
+    "variables over globals": (with_variables(raise_exception=1, range=2, loop=3), (200,)),
+    "variables over messages": (with_variables(messages=[], add_generation_prompt=9), (200,)),
+    "deep variables": (with_variables(a=DEEP_VALUE), (200, 400)),
+    "long variables": (with_variables(a="x" * 300_000), (400,)),
+    "private variables": (with_variables(__class__=1, self=2, caller=3), (200, 400)),
     "many parts": (message([{"type": "text", "text": ""}] * 50_000), (200, 400)),
     "an image": (message([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]), (400,)),
 }

@@ -12,6 +12,8 @@ from tests.cli.commands import Xgpt
 from xgpt.core.io import load_json
 from xgpt.core.schema.fleet import FleetPlan
 
+pytestmark = pytest.mark.usefixtures("short_simulations_here")
+
 DAY = """
 name: weekday
 stages:

@@ -127,7 +127,7 @@ def test_bounds_hold_where_they_once_did_not(kind: str, seed: int, monotone: boo
 
 @pytest.mark.parametrize(
     ("kind", "swept", "method"),
-    [*((kind, checked.SWEPT, "exhaustive") for kind in KINDS), *few([(kind, 0, "optuna") for kind in KINDS])],
+    [*((kind, checked.SWEPT, "exhaustive") for kind in KINDS), *few([(kind, 0, "optuna") for kind in KINDS], 0)],
 )
 def test_a_bound_that_is_none_is_caught(monkeypatch: pytest.MonkeyPatch, kind: str, swept: int, method: str) -> None:
     """A placement promised less than it gives: small spaces are swept whole, larger ones searched in another way."""

@@ -26,11 +26,8 @@ from xsimulator.stages import lane
 
 def with_faster_parts(profile: Profile, factor: float) -> Profile:
     """Everything but attention takes less where experts are divided among devices."""
-    layers = [
-        layer.model_copy(update={"rest": layer.rest.times(factor)}) if layer.ep_degree > 1 else layer
-        for layer in profile.layers
-    ]
-    return profile.model_copy(update={"layers": tuple(layers)})
+    layers = (each.but(rest=each.rest.times(factor)) if each.ep_degree > 1 else each for each in profile.layers)
+    return profile.but(layers=tuple(layers))
 
 
 def small(model: str, bound_s: float | None, factor: float = 1.0) -> Problem:
@@ -44,10 +41,7 @@ def small(model: str, bound_s: float | None, factor: float = 1.0) -> Problem:
         ("gpt-oss-20b", 0.9, "orca"),
         ("gpt-oss-20b", 0.9, "static"),
         ("qwen3-30b-a3b", 1.0, "orca"),
-        pytest.param("gpt-oss-20b", 0.9, "waa", marks=pytest.mark.long),
-        pytest.param("gpt-oss-20b", 0.9, "rra", marks=pytest.mark.long),
-        pytest.param("qwen3-30b-a3b", 1.0, "rra", marks=pytest.mark.long),
-        pytest.param("qwen3-30b-a3b", 1.0, "waa", marks=pytest.mark.long),
+        *few([(*of, kind) for of in (("gpt-oss-20b", 0.9), ("qwen3-30b-a3b", 1.0)) for kind in ("rra", "waa")], 0),
     ],
 )
 def test_the_search_finds_what_trying_everything_finds(model: str, factor: float, kind: str) -> None:
@@ -73,7 +67,7 @@ def test_no_setting_of_a_placement_beats_its_bound(kind: str) -> None:
     rng = np.random.default_rng(5)
     for bound_s in (None, 30.0):
         spaces = Candidates(problem("qwen3-235b-a22b", "h200x32", "chat-long", bound_s)).spaces(kind)
-        for i in rng.choice(len(spaces), examples(25, 8), replace=False):
+        for i in rng.choice(len(spaces), examples(25, 4), replace=False):
             space, branches = spaces[i], spaces[i].branches()
             branch = [branches[b] for b in rng.integers(len(branches), size=200)]
             columns = {name: np.asarray([settings[name] for settings in branch]) for name in branch[0]}
@@ -130,15 +124,8 @@ def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers
     subject = problem(name, "h200x32", "chat-short")
     spec, num = subject.model, subject.model.num_layers
     split = [num] if layers is None else [layers] * (len(tps) - 1) + [num - layers * (len(tps) - 1)]
-    memory = LaneMemory(
-        spec,
-        subject.cluster.model_copy(
-            update={"device": subject.cluster.device.model_copy(update={"memory_bytes": 10**13})}
-        ),
-        Precision.of("bfloat16", "gpu"),
-        lane(tps, split),
-        16,
-    )
+    cluster = subject.cluster.but(device=subject.cluster.device.but(memory_bytes=10**13))
+    memory = LaneMemory(spec, cluster, Precision.of("bfloat16", "gpu"), lane(tps, split), 16)
     total_bytes = sum(memory.weight_bytes * tps)
     copies = sum((tp - 1) * n * spec.unshared_bytes("bfloat16", 0, 1) for tp, n in zip(tps, split, strict=True))
     head = 2 * spec.vocab_size * spec.hidden_size * (spec.tie_embeddings and len(tps) > 1)
@@ -194,11 +181,8 @@ def test_a_layer_with_a_window_costs_no_more_beyond_it() -> None:
     layer, lengths = subject.profile.layer(1), subject.profile.layer(1).decode_attention.lengths
     decode = np.asarray(layer.decode_attention.seconds)[-1]
     at = {length: decode[i] for i, length in enumerate(lengths)}
-    full = analytic.profile(
-        subject.model.model_copy(update={"sliding_window": None, "full_attention_layers": ()}),
-        subject.cluster,
-        "bfloat16",
-    ).layer(1)
+    without = subject.model.but(sliding_window=None, full_attention_layers=())
+    full = analytic.profile(without, subject.cluster, "bfloat16").layer(1)
     assert at[16384] == pytest.approx((at[128] + full.decode_attention.seconds[-1][-1]) / 2, rel=0.1)
     assert layer.encode_attention.seconds[0][-1] < 0.6 * full.encode_attention.seconds[0][-1]
 

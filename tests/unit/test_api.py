@@ -119,6 +119,7 @@ def test_errors_are_raised_and_nothing_is_printed(capfd: pytest.CaptureFixture[s
     assert api.plan is xgpt.plan
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "what_if.py"))

@@ -21,6 +21,8 @@ from xgpt.deciding.commands import engine_command
 from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_model
 
+pytestmark = pytest.mark.usefixtures("short_simulations_here")
+
 SAME = CurrentEngine(
     tp_degree=2, num_stages=1, replicas=1, ep_degree=1, max_num_seqs=64, max_num_batched_tokens=4096, usable_memory=0.9,
     max_model_len=8192, model="Qwen/Qwen3-8B", api_servers=1,

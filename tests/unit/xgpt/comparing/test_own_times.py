@@ -35,9 +35,8 @@ def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -
     load = found.recommendation.now.at_load
     assert load.share_kept == pytest.approx(298 / 300)
     (others,) = found.answer
-    found = re.fullmatch(
-        r"of the 2 late requests, 2 have outputs of more than ([\d,]+) tokens, .* takes ([\d.]+) ms .*", others
-    )
+    says = r"of the 2 late requests, 2 have outputs of more than ([\d,]+) tokens, .* takes ([\d.]+) ms .*"
+    found = re.fullmatch(says, others)
     assert found is not None
     most, each_ms = int(found[1].replace(",", "")), float(found[2])
     assert most * each_ms / 1e3 == pytest.approx(9, rel=0.02)

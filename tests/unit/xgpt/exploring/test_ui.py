@@ -241,6 +241,7 @@ def test_the_process_may_end_and_the_page_goes_on(url: str) -> None:
     assert parts[-1]["part"] == "end"
 
 
+@pytest.mark.long
 def test_a_body_in_chunks_is_no_longer_than_another(url: str) -> None:
     """Its length was looked up in a header that it does not have."""
     headers = {"Content-Type": "application/json"}

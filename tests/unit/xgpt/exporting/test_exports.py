@@ -356,7 +356,7 @@ def hostile(plan: Plan, name: str) -> Plan:
     return plan.model_copy(update=update)
 
 
-@pytest.mark.parametrize("name", few(HOSTILE, 3))
+@pytest.mark.parametrize("name", few(HOSTILE, 2))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ["rra", "by itself"])
 def test_a_name_stays_a_name(case: str, name: str, target: Target, tmp_path: Path) -> None:

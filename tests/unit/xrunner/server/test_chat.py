@@ -433,8 +433,8 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
     few(
         [
             "{{ 'x' * 10**10 }}",
-            "{{ 10 ** (10 ** 9) }}",
             "{{ [1] * (2**40) }}",
+            "{{ 10 ** (10 ** 9) }}",
             "{{ (2**60) * ('x' * 2) }}",
             "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",

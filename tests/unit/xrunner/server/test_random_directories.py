@@ -115,14 +115,8 @@ def draw_tokenizer(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
     if rng.random() < 0.3:
         written["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     if rng.random() < 0.3:
-        written["padding"] = {
-            "strategy": {"Fixed": 64},
-            "direction": rng.choice(["Left", "Right"]),
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "!",
-        }
+        padding = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+        written["padding"] = padding | {"strategy": {"Fixed": 64}, "direction": rng.choice(["Left", "Right"])}
     return written, known
 
 
@@ -153,9 +147,8 @@ def draw_settings(rng: random.Random, tokenizer: dict[str, Any], known: list[str
     if rng.random() < 0.4:
         extra = rng.sample(MARKS, 2)
         name = rng.choice(["additional_special_tokens", "extra_special_tokens"])
-        settings[name] = (
-            extra if name == "additional_special_tokens" or rng.random() < 0.5 else {"mark_token": extra[0]}
-        )
+        as_list = name == "additional_special_tokens" or rng.random() < 0.5
+        settings[name] = extra if as_list else {"mark_token": extra[0]}
     if rng.random() < 0.3:
         settings["model_max_length"] = rng.choice([8, 10**30])
     if rng.random() < 0.3:
@@ -189,13 +182,8 @@ def write_directory(rng: random.Random, directory: Path) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     ends = [2, [2], [2, 7], [9], None]
     config = {"model_type": "opt", "vocab_size": 600, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1}
-    config |= {
-        "num_attention_heads": 1,
-        "word_embed_proj_dim": 16,
-        "max_position_embeddings": 64,
-        "eos_token_id": rng.choice(ends),
-        "bos_token_id": 2,
-    }
+    config |= {"num_attention_heads": 1, "word_embed_proj_dim": 16, "max_position_embeddings": 64}
+    config |= {"eos_token_id": rng.choice(ends), "bos_token_id": 2}
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["OPTForCausalLM"]}))
     if rng.random() < 0.6:
         generation: dict[str, Any] = {"temperature": 0.5, "do_sample": True}
@@ -243,11 +231,8 @@ def differences(directory: Path) -> list[str]:
     for chat in CHATS if template is not None else ():
         for tools in (None, TOOLS):
             source = right.get_chat_template(tools=tools)
-            given = (
-                [m | {"content": [{"type": "text", "text": m["content"]}]} for m in chat]
-                if "m.content %}" in source
-                else chat
-            )
+            in_parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in chat]
+            given = in_parts if "m.content %}" in source else chat
             wanted = rendered(
                 lambda given=given, tools=tools: right.apply_chat_template(
                     given, tools=tools, add_generation_prompt=True, tokenize=False

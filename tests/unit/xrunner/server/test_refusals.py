@@ -24,6 +24,7 @@ def url() -> Iterator[str]:
 
 
 USER = {"role": "user", "content": "x"}
+CHATS = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
@@ -31,43 +32,31 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
     ("path", "body", "status", "says"),
     [
         ("/v1/completions", {"prompt": [1], "max_token": 3}, 400, ": did you mean max_tokens?"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages: send at least one"),
+        (CHATS, {"messages": []}, 400, "messages: send at least one"),
         (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            CHATS,
+            {"messages": [USER | {"content": [IMAGE]}]},
             400,
             "messages: this server accepts only text, not 'image_url'",
         ),
-        ("/v1/chat/completions", {"messages": [USER | {"role": "usr"}]}, 400, "did you mean user?"),
+        (CHATS, {"messages": [USER | {"role": "usr"}]}, 400, "did you mean user?"),
         ("/completions", {"prompt": [1]}, 404, "there is no POST /completions: did you mean /v1/completions?"),
         ("/v1/completion", {"prompt": [1]}, 404, ": did you mean /v1/completions?"),
         ("/v1/completions", None, 405, "there is no GET /v1/completions: use POST"),
         ("/v1/embeddings", {"input": "x"}, 404, "no POST /v1/embeddings: this server only generates text"),
         ("/ping", None, 404, "there is no GET /ping: use /health, or /ready"),
         ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens: token 99999 is outside the vocabulary"),
-        (
-            "/v1/chat/completions",
-            {"messages": [USER], "guided_json": {}},
-            400,
-            "guided_json: send a chat with structured_outputs, or with a JSON schema in response_format",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [USER], "response_format": {"type": "json"}},
-            400,
-            "`$.response_format.type`; accepted are text, json_object, json_schema",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [USER], "tools": [{"type": "web_search"}]},
-            400,
-            "`$.tools[0].type`; accepted are function",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [USER], "tool_choice": "always"},
-            400,
-            "`$.tool_choice`; accepted are auto, none, required",
+        *(
+            (CHATS, {"messages": [USER], **field}, 400, says)
+            for field, says in (
+                ({"guided_json": {}}, "a chat with structured_outputs, or with a JSON schema in response_format"),
+                (
+                    {"response_format": {"type": "json"}},
+                    "response_format.type`; accepted are text, json_object, json_schema",
+                ),
+                ({"tools": [{"type": "web_search"}]}, "`$.tools[0].type`; accepted are function"),
+                ({"tool_choice": "always"}, "`$.tool_choice`; accepted are auto, none, required"),
+            )
         ),
     ],
 )

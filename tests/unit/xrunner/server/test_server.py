@@ -27,6 +27,7 @@ from tests.fakes import (
     fake_plan,
     running,
 )
+from tests.rings import few
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xrunner.channel import EngineLost, remote
@@ -512,7 +513,7 @@ def test_a_server_that_ends_does_not_wait_for_an_engine_that_hangs(
     assert waited == [0.0 if is_silent else remote.END_S]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/plan", "/live"])
+@pytest.mark.parametrize("path", few(["/metrics", "/plan", "/live"]))
 def test_a_page_that_takes_long_delays_no_token(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def working(*_: object, **__: object) -> bytes:
         end_s = time.thread_time() + 1.5

@@ -66,6 +66,7 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> No
     assert replay(policies.build(plan), log) == log
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
     """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
     problem = planned(policy="chunked", headroom=None).problem
@@ -109,8 +110,9 @@ def test_shares_of_lengths_that_a_file_rounds_are_planned(tmp_path: Path) -> Non
     assert plan.estimate.step_times is not None
 
 
-def test_a_plan_with_slack_needs_its_bound_and_times(fixed: Plan) -> None:
-    plan = fixed
-    slack = fixed.policy.model_copy(update={"slack": SlackBudget(least_tokens=1, most_tokens=2)})
+@pytest.mark.usefixtures("short_simulations")
+def test_a_plan_with_slack_needs_its_bound_and_times() -> None:
+    plan = planned(policy="chunked", order="fcfs").best
+    slack = plan.policy.model_copy(update={"slack": SlackBudget(least_tokens=1, most_tokens=2)})
     with pytest.raises(ValueError, match="slack: it needs"):
         Plan.model_validate(plan.model_dump() | {"policy": slack.model_dump()})

@@ -396,10 +396,10 @@ def test_an_engines_own_scheduler_is_offered_only_what_it_runs(engine: str, kind
     assert set(found) == (kinds or set(FORECASTS))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"engine": "vllm"}, {"engine": "xgpt-vllm"}, {"engine": "vllm", "speculative": "eagle3", "acceptance": 0.6}],
-)
+DRAFTED = {"engine": "vllm", "speculative": "eagle3", "acceptance": 0.6}
+
+
+@pytest.mark.parametrize("asked", few([DRAFTED, {}, {"engine": "vllm"}, {"engine": "xgpt-vllm"}]))
 def test_lengths_as_planned_keep_the_plan_of_every_engine(asked: dict[str, str | float]) -> None:
     """Other plans were sought for an engine without vLLM's loop and without a draft: a swap promised 36%."""
     many = {"model": "llama-3.1-8b", "cluster": "h100x1", "objective": "saturated", "latency_bound_s": 8}
