@@ -5,8 +5,7 @@ device-hours.
 
 Every case has two independently drawn days of the same shape. The first day is planned (`xgpt fleet`), and the second
 is simulated request by request. Results are stored in the directory STATE and not computed again. A case whose trace is
-not given is left out.
-"""
+not given is left out."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class Case:
     """A load, and the cluster that serves it.
 
     Attributes:
-        draw: returns a day, given a seed.
-    """
+        draw: returns a day, given a seed."""
 
     name: str
     draw: Callable[[int], Day]
@@ -73,8 +71,7 @@ class Row:
     """The result of one way to run a day.
 
     Attributes:
-        kept, within: share of requests within the bounds, with and without headroom.
-    """
+        kept, within: share of requests within the bounds, with and without headroom."""
 
     fleet: str
     kept: float

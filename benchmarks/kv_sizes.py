@@ -9,8 +9,7 @@ docs/empirical-vllm-memory-results.md on vLLM 0.11. "inference-sim" is published
 (sim-to-real-accuracy-validation, and testdata of inference-sim). "vLLM-benchmarking" are logs of
 dennislee22/vLLM-benchmarking. "myoceane" is a page of myoceane.fr. Numbers are issues. Figures of configs/engines were
 fitted only to the rows that are marked so. Column "runs" has properties that a log shows and flags do not: FlashInfer's
-sampler, or Marlin's kernels on a device that has better ones.
-"""
+sampler, or Marlin's kernels on a device that has better ones."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Size(NamedTuple):
     Attributes:
         logged, predicted: K/V memory in GiB, or in tokens if these were logged. Negative if weights and buffers do not
             fit.
-        is_fitted: whether figures of the engine were fitted to this size.
-    """
+        is_fitted: whether figures of the engine were fitted to this size."""
 
     setting: str
     engine: str
@@ -88,8 +86,7 @@ def command_of(row: dict[str, str]) -> str:
 
 def predicted(row: dict[str, str]) -> float:
     """Return the K/V memory that `xgpt compare` predicts for a row's command, in tokens if the row has tokens, else in
-    GiB. It is -1 if the server does not start.
-    """
+    GiB. It is -1 if the server does not start."""
     cluster = load_cluster(row["cluster"])
     current, device = read_current(command_of(row), cluster), cluster.device
     if row["device_gib"]:

@@ -5,8 +5,7 @@
 Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree. The measured latencies are vLLM's
 in the wheel of aiconfigurator-core 0.12, in half precision and in eight bits. `--fit` prints efficiencies for
 configs/devices: for each kind of device and dtype, the set that minimises the mean error of each kind of operator on a
-logarithmic scale.
-"""
+logarithmic scale."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Steps of the serving worker are timed without the engine's loop: decodes with ri
 context, and prompts. The floor of a step is the longer of two times: reading its weights and K/V at the memory's rate,
 and computing its products at the rate of one large matrix product. Both rates are measured in the same rounds as the
 steps. Each round includes all points, and a point's time is the mean of its calls in all rounds. Weights are random.
-Writes results/roofline.MODEL.DEVICE.DTYPE.json.
-"""
+Writes results/roofline.MODEL.DEVICE.DTYPE.json."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Point:
     Attributes:
         what: the table to which the point belongs.
         bytes, flops: the least bytes and FLOPs of a step. Points that measure the machine's rates have only one of the
-            two.
-    """
+            two."""
 
     what: str
     batch: int

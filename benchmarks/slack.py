@@ -12,8 +12,7 @@ the factors in `SWEEP`. With --json, an interrupted run continues.
 
 --classes sends half of a
 plan's capacity as interactive requests (priority 1, share 8), and the whole capacity as batch requests
-(priority 0, share 1).
-"""
+(priority 0, share 1)."""
 
 from __future__ import annotations
 

@@ -114,8 +114,7 @@ class Machine:
     @property
     def best(self) -> float:
         """The highest true rate of all that were simulated, among them each candidate that is promising by closed forms
-        on the hidden times.
-        """
+        on the hidden times."""
         hidden = replace(self.model.problem, profile=self.profile, engine=self.engine)
         closed = self.model.rates_of(hidden)
         likely = np.flatnonzero(closed >= 0.85 * closed.max())
@@ -136,8 +135,7 @@ def _tilted(profile: Profile, rng: np.random.Generator) -> Profile:
 
 class Outcome(NamedTuple):
     """The true rate of the recommended candidate after each measurement, and whether the strategy ended by its own
-    proof that no candidate is better by more than the tolerance.
-    """
+    proof that no candidate is better by more than the tolerance."""
 
     rates: list[float]
     proven: bool
@@ -286,8 +284,7 @@ class Sweep(NamedTuple):
     Attributes:
         places: logarithms of the clients and of the devices. # [candidates, 2]
         measured, predicted: requests/s for each device, 0 beyond the bound on TPOT. # [candidates]
-        likely: the same predictions under random errors of all TTFTs, and of all TPOTs. # [samples, candidates]
-    """
+        likely: the same predictions under random errors of all TTFTs, and of all TPOTs. # [samples, candidates]"""
 
     name: str
     places: Array

@@ -7,8 +7,7 @@ full decode batches within TPOT, and busy prefill groups. In order of these boun
 can serve more: one queue before the prefill groups, whose steps take one prompt or up to 8192 tokens, whichever
 serves more; then decode groups in turn. This simulation shares only step times with the planner's. K/V moves in no
 time, so that xPyD is flattered. The plan has no headroom, as xPyD has none. --record stores the rows; those of other
-problems stay.
-"""
+problems stay."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ class Case:
     def best(self, ttft_s: float, tpot_s: float) -> tuple[float, Split]:
         """Return the highest rate that keeps the bounds, and its division.
 
-        The division with the highest bound is simulated next: without a bound on TPOT, then with it.
-        """
+        The division with the highest bound is simulated next: without a bound on TPOT, then with it."""
         queue = [(-self.bound(split, ttft_s, tpot_s), 0, split) for split in self.splits()]
         heapify(queue)
         while True:
@@ -206,8 +204,7 @@ class Case:
 
 def solved(case: Case, name: str, workload: str, factors: tuple[float, float]) -> tuple[str, ...]:
     """Return the bounds in milliseconds, the plan's rate and the rate that it proves to be the highest, xPyD's rate by
-    hand, and the ratio.
-    """
+    hand, and the ratio."""
     ttft_s, tpot_s = case.bounds_s(*factors)
     most, best = case.best(ttft_s, tpot_s)
     given = {"model": name, "cluster": CLUSTERS[name], "workload": workload}

@@ -3,8 +3,7 @@
 From these models, `python -m tools.make_reference` makes the options of the command line (`xgpt/options.json`), the
 types of the keyword arguments of `xgpt.api` (`xgpt/keywords.pyi`), and the pages in docs/reference. A field's docstring
 is the help text of its option, in which `name` refers to another field. A class's `group` is the heading under which
-the help lists the class's own fields.
-"""
+the help lists the class's own fields."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Option:
         unset: what the help says about the value None.
         names: the kind of shipped configs whose names the shell completes.
         is_required: whether the command line requires the option.
-        group: heading under which the help lists the option. "" means that of the class.
-    """
+        group: heading under which the help lists the option. "" means that of the class."""
 
     flag: str | None = ""
     metavar: str = ""
@@ -105,8 +103,7 @@ class RequestBase(Frozen):
     """The base class of all requests.
 
     Attributes:
-        most_used: names of the fields that the help lists first.
-    """
+        most_used: names of the fields that the help lists first."""
 
     most_used: ClassVar[tuple[str, ...]] = ()
 
@@ -703,8 +700,7 @@ def parse_arguments(given: dict[str, Any], type_: type[R]) -> R:
     """Return the request that a function's keyword arguments make.
 
     Raises:
-        InputError: an argument is not accepted or not known. The message is one line about the first such argument.
-    """
+        InputError: an argument is not accepted or not known. The message is one line about the first such argument."""
     try:
         return type_.model_validate(given)
     except ValidationError as error:
@@ -715,8 +711,7 @@ def request_of(type_: type[R], asked: dict[str, Any]) -> R:
     """Return the request that these keyword arguments make. An argument with the value None counts as not given.
 
     Raises:
-        InputError: an argument is not known, is not accepted, or cannot be combined with another argument.
-    """
+        InputError: an argument is not known, is not accepted, or cannot be combined with another argument."""
     given = {name: value for name, value in asked.items() if value is not None}
     if isinstance(given.get("among"), dict):
         from xgpt.resolve import check_names
@@ -733,15 +728,13 @@ def plan_request(**asked: Any) -> PlanRequest:
     """Return the request for a plan that these keyword arguments make.
 
     Raises:
-        InputError: as `request_of` does.
-    """
+        InputError: as `request_of` does."""
     return request_of(PlanRequest, asked)
 
 
 def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
     """Return a plan request with the fields set in another request, and with `changes`. Left out are `among`,
-    `devices`, and fields that plan requests lack.
-    """
+    `devices`, and fields that plan requests lack."""
     shared = (PlanRequest.model_fields.keys() & request.model_fields_set) - {"among", "devices"}
     return plan_request(**{name: getattr(request, name) for name in shared} | changes)
 

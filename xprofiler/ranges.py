@@ -5,8 +5,7 @@ model in one format on one device in one engine) and cell (load, engine, family 
 times). `python -m benchmarks.truth --errors` writes it. A figure's range comes from the ratios of its cell, in which
 each group has the same weight. If the groups are too few, those of similar cells are added, and the range is widened.
 `--coverage` states how many figures of a group lie in the ranges that all other groups give. `configs/beyond.json`
-(`--beyond`) has the errors of predictions that were fitted to another load.
-"""
+(`--beyond`) has the errors of predictions that were fitted to another load."""
 
 from __future__ import annotations
 
@@ -35,12 +34,10 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family",), 2.2),
 )
 """Sets of fields in which other cells must agree with the figure's cell, in the order in which they are tried, and each
-set's factor on the width of the range.
-"""
+set's factor on the width of the range."""
 BORROWED = 1.25
 """Factor on the width of a range if times belong to another engine or version, or were computed with another device's
-efficiencies.
-"""
+efficiencies."""
 
 
 MODELS = {"dense": "dense models", "experts": "mixtures of experts", "hybrid": "models with recurrent layers"}
@@ -90,8 +87,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
     Args:
         borrowed: whether the engine's times are those of another engine or version, or step times were computed with
-            another device's efficiencies. If so, the range is widened.
-    """
+            another device's efficiencies. If so, the range is widened."""
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
         same: dict[str, list[float]] = {}
@@ -107,8 +103,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 def beyond(quantity: Quantity, times: float) -> float:
     """Return within what factor nine of ten figures lay that were predicted for a load `times` as large as the one to
-    which the prediction was fitted. Between and beyond the measured ratios it follows a power law.
-    """
+    which the prediction was fitted. Between and beyond the measured ratios it follows a power law."""
     if times <= 1:
         return 1.0
     points = _beyond()
@@ -141,8 +136,7 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
 
 def within(groups: list[list[float]], factor: float = 1.0) -> tuple[float, float]:
     """Return a range around the median of the groups' ratios, `factor` times as wide as that between their quantiles
-    `INSIDE`. With few groups, it is wider.
-    """
+    `INSIDE`. With few groups, it is wider."""
     logs = np.log([ratio for ratios in groups for ratio in ratios])
     weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in groups])
     order = np.argsort(logs)

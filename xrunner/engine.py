@@ -66,8 +66,7 @@ class Engine:
 
     Attributes:
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
-        on_begin: called in `step`'s thread when a step begins, with the requests that start in it.
-    """
+        on_begin: called in `step`'s thread when a step begins, with the requests that start in it."""
 
     def __init__(
         self,
@@ -112,8 +111,7 @@ class Engine:
 
     def apply(self, schedule: Schedule) -> None:
         """Adopt another plan's schedule before the next step. If the plan has another placement, adopt it once no
-        request runs.
-        """
+        request runs."""
         self._redeployment.announce()
         self._inbox.put(schedule)
 
@@ -148,8 +146,7 @@ class Engine:
 
         Raises:
             MachineError: lost workers cannot be restarted.
-            EngineFailed: one step after another fails.
-        """
+            EngineFailed: one step after another fails."""
         try:
             tokens = self._step()
         except XgptError:

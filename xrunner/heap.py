@@ -1,6 +1,5 @@
 """Return memory to the system after a large request has freed it. Otherwise the C library of an engine on a CPU would
-keep it.
-"""
+keep it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 layers.
 
 A rank builds its model from the sizes of its part (`Part.local`), and hooks add up the partial results of a stage's
-ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
-"""
+ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Part:
             experts.
 
     Raises:
-        InputError: the heads cannot be divided among these ranks.
-    """
+        InputError: the heads cannot be divided among these ranks."""
 
     spec: ModelSpec
     layers: tuple[int, int]
@@ -108,8 +106,7 @@ class Part:
     @property
     def kv_heads(self) -> Share:
         """K/V heads that this rank caches. If there are more ranks than heads, the share is one head. Other ranks cache
-        the same head.
-        """
+        the same head."""
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -175,8 +172,7 @@ class Part:
 
 class VocabularyShare(Embedding):
     """The embedding's rows for a rank's share of the vocabulary. Tokens of other ranks give zero, and the group adds up
-    results.
-    """
+    results."""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         nn.Module.__init__(self)
@@ -217,8 +213,7 @@ def build(part: Part) -> Model:
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return, for each parameter, the modules that hold it and its names there. The key is its name in the first
-    module.
-    """
+    module."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for leaf, value in module._parameters.items():
@@ -272,8 +267,7 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     """Return, for each parameter, the parts of stored tensors that a rank holds. There is one cut for each projection
     that the parameter fuses.
 
-    Every rank holds all of a parameter that is not named here.
-    """
+    Every rank holds all of a parameter that is not named here."""
     if part.degree == 1:
         return {}
     found: dict[str, tuple[Cut, ...]] = {}

@@ -23,8 +23,7 @@ MANY_BLOCKS = 150
 """A mean prompt is simulated in at most about so many blocks."""
 Route = Literal["session", "prefix", "load"]
 """session: the replica of the session's first turn. prefix: the one that has the prompt, unless it is much busier
-(`ReplicaRouter`). load: the one with the fewest requests.
-"""
+(`ReplicaRouter`). load: the one with the fewest requests."""
 KINDS: dict[Route, int] = {"session": BY_SESSION, "prefix": BY_PREFIX, "load": BY_LOAD}
 
 
@@ -42,8 +41,7 @@ def run_routed(
     lanes: Mapping[StageLane, LaneCost] | None = None,
 ) -> TurnTimes:
     """Run sessions whose first turns arrive at the trace's times on all replicas: by counts if possible, else on
-    simulated engines.
-    """
+    simulated engines."""
     slack = ReplicaRouter.of(plan).slack
     counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace, KINDS[route], slack)
     return routed_engines(plan, profile, trace, route) if counted is None else counted

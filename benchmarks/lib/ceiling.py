@@ -7,8 +7,7 @@ There are two relaxations, and the lower result counts. Both use the plan's step
   per token allows. Only the longest outputs, as many as may break their bounds, may wait for any time.
 - **Prompts**: only prompts are executed, with the least time that a token takes in any step. A rule that knows all
   arrivals preempts them at no cost, and gives up the requests whose loss helps the others most (Moore and Hodgson). So
-  the largest possible number of requests has the first token in time.
-"""
+  the largest possible number of requests has the first token in time."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ class Engine(NamedTuple):
         """Return the seconds of a run of these requests.
 
         Raises:
-            EngineEnded: it did not finish.
-        """
+            EngineEnded: it did not finish."""
         assert self.process.stdin is not None
         os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(f"{workload}\n")
@@ -104,8 +103,7 @@ class Engine(NamedTuple):
         """Return the rest of the next line that begins with `word`. Notes in other lines are recorded.
 
         Raises:
-            EngineEnded: there is no such line.
-        """
+            EngineEnded: there is no such line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(word):
@@ -122,8 +120,7 @@ def start(python: str, name: str, checkpoint: Path, budget: int) -> Engine:
     """Return an engine that has loaded the model.
 
     Raises:
-        EngineEnded: the engine ended before that.
-    """
+        EngineEnded: the engine ended before that."""
     script, precision = SCRIPTS / ENGINES[name].script, ENGINES[name].precision
     paths = {"PYTHONPATH": str(Path(__file__).parents[2]) if python == sys.executable else ""}
     fitting = preload(python) if script.name == "vllm_cpu.py" else {}

@@ -17,8 +17,7 @@ class Claim:
         why: what decides, as a noun, and, if the claim does not hold, the value at which it would, or that nothing
             explains it.
         of_paper: whether the paper states the goal. Otherwise it is ours.
-        taken_together: whether the row compares several of the paper's figures with each other.
-    """
+        taken_together: whether the row compares several of the paper's figures with each other."""
 
     source: str
     what: str

@@ -1,8 +1,7 @@
 """Run ExeGPT's schedules with lengths other than planned (sec. 7.6).
 
 FT is FasterTransformer, and "FT's 30% bound" is the 30% quantile of its latencies over batch sizes. Task T is ExeGPT's
-translation task.
-"""
+translation task."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ def _margins(
 def drift_of_rra() -> Iterator[Claim]:
     """Compare RRA's schedule, planned for task T at FT's 30% bound, with the best schedule for other output lengths.
 
-    In simulation, the rule still adjusts batches towards those of its plan (ExeGPT 5.2).
-    """
+    In simulation, the rule still adjusts batches towards those of its plan (ExeGPT 5.2)."""
     subject, _ = before_the_drift()
     bounds = dict(zip(BOUND_QUANTILES, faster_transformer(subject).bounds(), strict=True))
     for name, factors, most_throughput, most_latency in (

@@ -112,8 +112,7 @@ def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs", row_batches:
     """Return a plan of whole batches for a small model of TCB's shape and TCB's workload, on this machine.
 
     Args:
-        row_batches: with 2, a batch enters the slots that the previous one has freed.
-    """
+        row_batches: with 2, a batch enters the slots that the previous one has freed."""
     spec = scaled(load_model("tcb-seq2seq")[0], WIDTH)
     found = plan(
         model=spec,

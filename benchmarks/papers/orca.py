@@ -63,8 +63,7 @@ class FasterTransformer:
     """FasterTransformer as ORCA sec. 6.2 describes it: batches of at most eight, one at a time on all stages.
 
     A batch encodes as many tokens of each prompt as its shortest prompt has. The other tokens of longer prompts take
-    one iteration each. All requests are answered at the end of the batch.
-    """
+    one iteration each. All requests are answered at the end of the batch."""
 
     def __init__(self, subject: Problem) -> None:
         self._cost = lane_cost(subject)

@@ -137,8 +137,7 @@ def taken_together() -> Iterator[Claim]:
 
 def ranges_of_table_7() -> Iterator[Claim]:
     """Yield, from the simulated engine, half the width of the range that contains 99% of a stage's execution times, as
-    a share of their mean.
-    """
+    a share of their mean."""
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
     rra = scheduler.candidates.uniform_placement("rra", 4, 1, 1)
     waa = waa_placement(scheduler, [[2], [1, 1]], 2)
@@ -318,8 +317,7 @@ def _decode_stage_s(model: TwoLaneModel, batch: int) -> float:
 class EvenStages:
     """The clock of one encode stage and three decode stages, each of which takes a second for a whole batch.
 
-    Fewer requests take proportionally less.
-    """
+    Fewer requests take proportionally less."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

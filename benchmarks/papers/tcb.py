@@ -168,8 +168,7 @@ def taken_together() -> Iterator[Claim]:
 
 def crossover() -> Iterator[Found]:
     """Compute how many requests TCB serves relative to TNB and TTB, under two assumptions that the paper does not
-    state: the time of a step, and the largest batch.
-    """
+    state: the time of a step, and the largest batch."""
     rows = []
     for step_ms in STEPS_MS:
         ratios = [over("TTB", step_ms=step_ms, cap=cap) for cap in CAPS]

@@ -3,8 +3,7 @@
 The paper's workload has normally distributed prompts of 3 to 100 tokens (mean 20) and Poisson arrivals. Batches have 64
 rows of 400 tokens. The model has three encoder and three decoder layers. The paper does not state the following. Here
 answers have the prompts' distribution of lengths, independently of the prompts. Deadlines are one to three times a full
-concatenated batch's time after the arrival. Rates are multiples of TNB's throughput at saturation.
-"""
+concatenated batch's time after the arrival. Rates are multiples of TNB's throughput at saturation."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def slots(machine: Machine, *, end_anywhere: bool = False) -> list[Json]:
 
     Args:
         end_anywhere: whether answers end after every token with the same probability, with the mean and the maximum of
-            prompts. Otherwise they have the distribution of prompts.
-    """
+            prompts. Otherwise they have the distribution of prompts."""
     table: list[Json] = []
     for num_rows in (10, 32):
         rows, demand = full_rows(num_rows, ROW_TOKENS, 20)

@@ -1,8 +1,7 @@
 """Simulate TCB's systems and its baselines, each of which forms batches of waiting requests.
 
 One loop serves all systems: add arrivals, drop requests that are too late, form batches, and run them. The machine has
-the clock, and its cost model determines the time of each batch.
-"""
+the clock, and its cost model determines the time of each batch."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Demand:
 def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, float], seed: int = 0) -> Demand:
     """Return the paper's workload: normal lengths and Poisson arrivals. The paper does not state deadlines and answers.
     Here deadlines are uniform in `slack_s` after the arrival, and answers have the prompts' distribution of lengths,
-    independently of the prompts.
-    """
+    independently of the prompts."""
     rng = np.random.default_rng(seed)
     num = max(1, round(rate * seconds))
     lengths = histogram(TruncatedNormal(mean=MEAN, sd=variance**0.5, min=SHORTEST, max=LONGEST))
@@ -208,8 +206,7 @@ class Outcome:
         answered: number of requests whose batch had also ended by their deadline.
         utility: utility of the scheduled requests (TCB sec. 5.1).
         scheduling_s: computing time of forming batches.
-        running_s: time in batches.
-    """
+        running_s: time in batches."""
 
     seconds: float = 0.0
     started: int = 0

@@ -3,8 +3,7 @@
 Figures may be fitted to every second row of a model, format and engine of the first file, and to every second source,
 in alphabetical order, of the second one (`_b`). The other rows verify. Lengths of which only the mean is published are
 drawn: `sharegpt` lognormal with that data set's deviation, `uniform` from 1 to twice the mean, as in SGLang's
-benchmark, `ix` within 11% of the mean. Their means are then made exact.
-"""
+benchmark, `ix` within 11% of the mean. Their means are then made exact."""
 
 from __future__ import annotations
 

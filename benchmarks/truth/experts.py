@@ -3,8 +3,7 @@
 Rows of InferenceX are predicted with the settings of its scripts (`inferencex`). The sources do not state the routing
 to experts, so the assumption of the tables' makers is used. Some rows are counted but not predicted: those that may use
 speculative decoding, those with data-parallel attention, those on several machines, and those whose degrees of experts
-do not match their number of devices.
-"""
+do not match their number of devices."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
     """Return whether InferenceX ran this configuration with multi-token prediction on that day, even if it also ran
     without.
 
-    Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name.
-    """
+    Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name."""
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day = found[1] if found else LAST_DAY
     if MODELS[raw["model_path"]][0] == "deepseek-v3":

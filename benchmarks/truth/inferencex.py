@@ -2,8 +2,7 @@
 
 The settings are those of its scripts on the day of each row (SemiAnalysisAI/InferenceX, Apache-2.0: `benchmarks/`, at
 79a42e20a of 2026-03-28 and 41ed82dc1 of 2026-04-21, unless said otherwise). Lengths are drawn from 80% to 100% of the
-stated length, with ten requests for each client.
-"""
+stated length, with ten requests for each client."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Started:
     Attributes:
         ep: number of parts into which the devices divide the experts.
         token_budget: largest number of tokens in a step.
-        changes: the settings that differ from the engine's defaults.
-    """
+        changes: the settings that differ from the engine's defaults."""
 
     ep: int
     token_budget: int
@@ -48,8 +46,7 @@ def started(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
 
     Args:
         ep: the parts that the row states. If a script ignored them and gave each device whole experts, the result does
-            the same.
-    """
+            the same."""
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day, is_blackwell = found[1] if found else "", raw["system"] in BLACKWELL
     if raw["backend"] == "trtllm":

@@ -43,8 +43,7 @@ class Served:
         stored: format of the weights. None means the model's own.
         kv_dtype: type of K/V. None means the dtype.
         skew: exponent of the power law of routing to experts.
-        engine: the engine's name. `changes` are the settings that differ from its defaults.
-    """
+        engine: the engine's name. `changes` are the settings that differ from its defaults."""
 
     model: str
     cluster: str
@@ -166,8 +165,7 @@ class Times:
     """Seconds of each request from its arrival at the server, and between its tokens. # [requests]
 
     Attributes:
-        end_s: time of the last token, from the start of the run.
-    """
+        end_s: time of the last token, from the start of the run."""
 
     first_s: Floats
     whole_s: Floats
@@ -191,8 +189,7 @@ def closed_loop(
 
     Args:
         cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]
-        path_s: seconds of a request outside of the engine. None means the engine's default.
-    """
+        path_s: seconds of a request outside of the engine. None means the engine's default."""
     if path_s is None:
         path_s = served.path_s(float(np.mean(inputs)))
     arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
@@ -204,8 +201,7 @@ def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cache
     """Return the times of requests of equal lengths that arrive in a Poisson process.
 
     Args:
-        cached: cached tokens of each prompt. # [requests]
-    """
+        cached: cached tokens of each prompt. # [requests]"""
     rng, path_s = np.random.default_rng(seed), served.path_s(lengths[0])
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
     inputs, outputs = ([length] * len(cached) for length in lengths)

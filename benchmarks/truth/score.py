@@ -19,8 +19,7 @@ HEADER = (
 def table(rows: list[Row], *, by_group: bool = False) -> str:
     """Return a table of the errors in percent of rows without fitted figures, and of rows to which figures were fitted.
 
-    The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias).
-    """
+    The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias)."""
     lines, by_kind = [HEADER], {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)

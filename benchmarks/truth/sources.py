@@ -42,8 +42,7 @@ class Row:
         source, group: the source and the group of rows with which the row is reported.
         is_fitted: whether predictions were fitted to rows of this kind. Other rows verify predictions.
         why_not: the reason why nothing is predicted for this row.
-        cell: the cell of the prediction. None means that the row is not the load of an engine.
-    """
+        cell: the cell of the prediction. None means that the row is not the load of an engine."""
 
     source: str
     group: str
@@ -72,8 +71,7 @@ class Source:
 
     Attributes:
         path: returns the path of the file, or None if it does not exist.
-        peers: errors that others published for these or similar rows.
-    """
+        peers: errors that others published for these or similar rows."""
 
     name: str
     path: Callable[[Path | None], Path | None]
@@ -112,8 +110,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     other.
 
     About a hundred prompts were repeated with prefix caching. The source does not state their order, so they are
-    assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request.
-    """
+    assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request."""
     raws = read(path)
     for raw in thinned(raws, most):
         earlier = [row for row in raws[: raws.index(raw)] if row["experiment"] == raw["experiment"]]
@@ -186,8 +183,7 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
     """Yield rows of TensorRT-LLM 1.0's maximum throughput. All lengths are equal, and all requests wait from the start.
 
     Experts are divided among all devices. The commands of these rows also divide requests, not heads, among devices
-    (enable_attention_dp), which is not predicted.
-    """
+    (enable_attention_dp), which is not predicted."""
     for raw in thinned([raw for raw in read(path) if is_imported or not raw.get("ep")], most):
         lengths, has_experts = (int(raw["input_tokens"]), int(raw["output_tokens"])), bool(raw.get("ep"))
         served = Served(
@@ -311,8 +307,7 @@ def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
     """Return the input and output lengths of a row's requests.
 
     InferenceX draws lengths uniformly from 80% to 100% of the stated length. In AIConfigurator's evaluation all are
-    equal.
-    """
+    equal."""
     num, stated = REQUESTS_A_CLIENT * count_of(raw["batch_size"]), (count_of(raw["isl"]), count_of(raw["osl"]))
     if is_aligned(raw):
         return [stated[0]] * num, [stated[1]] * num

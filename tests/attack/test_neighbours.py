@@ -95,8 +95,7 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_what_a_server_is_started_with(closed: tuple[int, ...], checkpoint: Path, tmp_path: Path) -> None:
     """Without standard error, the server ended with an internal error that nobody could read. With blocked signals,
-    only SIGKILL ended it. Modules in the current directory were run.
-    """
+    only SIGKILL ended it. Modules in the current directory were run."""
     here = tmp_path / "here"
     here.mkdir()
     for name in ("msgspec", "numpy", "tokenizers", "torch", "xrunner"):

@@ -1,7 +1,6 @@
 """What /openapi.json says, held by schemathesis: requests of every shape that it allows and of many that it does not.
 
-schemathesis stands in an environment of its own, which `make attack` makes: its plugin would load with every test.
-"""
+schemathesis stands in an environment of its own, which `make attack` makes: its plugin would load with every test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a policy with a rule of its own takes. It is planned, simulated, served and replayed without code elsewhere.
 
 The toy is "watermark": a lane decodes alone until a percentage of its largest batch is left, then encodes whole prompts
-up to that batch.
-"""
+up to that batch."""
 
 from __future__ import annotations
 

@@ -152,8 +152,7 @@ def alone_in_engine(settings: PolicySettings) -> bool:
     """`latency_s` extends a stay over the steps that follow it.
 
     With one slot those encode the slot's next requests, which a longer stay would have kept out: there only the
-    requests themselves show what a stay costs. (Static batches: see Measured.)
-    """
+    requests themselves show what a stay costs. (Static batches: see Measured.)"""
     return getattr(settings, "max_batch", None) == 1
 
 

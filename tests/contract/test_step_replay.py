@@ -79,8 +79,7 @@ class Executor:
     Steps overlap, and those of different lanes end in any order. At times a request arrives while one is waited for.
 
     Args:
-        failures: how often a request fails instead.
-    """
+        failures: how often a request fails instead."""
 
     resumes = True
     scores_prompts = False
@@ -182,8 +181,7 @@ def run_engine(
     Args:
         has_accounts: of three accounts with shares and a priority; some grow impatient, some outgrow their promise.
         reuse: they share what their prompts have in common.
-        failures: how often a request fails instead of having its next token.
-    """
+        failures: how often a request fails instead of having its next token."""
     log: list[StepRecord] = []
     schedule = schedule_for(lane, kv, blocks, order, PATIENCE_NS if has_accounts else None)
     executor, clock = Executor(rng, failures), jittered_clock(rng)

@@ -1,8 +1,7 @@
 """Greedy tokens of worker processes are those of one process: whatever the stages, lanes and policy.
 
 Requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
-here; a few cases stand for all others, which take minutes.
-"""
+here; a few cases stand for all others, which take minutes."""
 
 import json
 import os

@@ -8,8 +8,7 @@ from xgpt.core.schema import PlanDraft
 def unverified(plan: PlanDraft) -> tuple[str, ...]:
     """Return what of a plan fewer than ten published measurements check (docs/results/truth.md), in words.
 
-    Empty if the plan's step times were measured where it runs.
-    """
+    Empty if the plan's step times were measured where it runs."""
     if plan.profile.source == "measured":
         return ()
     found, device = [], plan.cluster.device

@@ -1,8 +1,7 @@
 """Fuse rotary embeddings and gates into one GPU kernel each.
 
 Apart from reading weights, a decode step spends most of its time on launches. In plain torch, each rotation takes about
-ten, for microseconds of work.
-"""
+ten, for microseconds of work."""
 
 from __future__ import annotations
 

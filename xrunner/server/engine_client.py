@@ -56,8 +56,7 @@ class Submission:
         has_deadline: whether the client has set `end_s`.
         read_s: time at which the whole body had arrived, on the same clock.
         hold: whether to deliver an output's tokens together at its end. Waking a task for each token would take up to a
-            tenth of a decode step from the engine's cores.
-    """
+            tenth of a decode step from the engine's cores."""
 
     inbox: Inbox
     account: Account
@@ -75,8 +74,7 @@ class Submission:
 class TokenStream:
     """A request in the engine, with the inbox for its tokens and the times of events.
 
-    Times are on the clock of `time.perf_counter`. A time is 0 until the event happens.
-    """
+    Times are on the clock of `time.perf_counter`. A time is 0 until the event happens."""
 
     id: int
     submission: Submission
@@ -103,8 +101,7 @@ class EngineClient:
 
     Args:
         watch: observes the requests, and re-plans. None means that the server neither re-plans nor restarts a lost
-            engine.
-    """
+            engine."""
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
         self.metrics = Metrics(engine, watch)

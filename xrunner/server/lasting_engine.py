@@ -30,8 +30,7 @@ class Handover:
 
     The first loss of an engine counts as an accident. A request that has been running at two losses is a suspect.
     Suspects are submitted one at a time, each after the previous one has generated a token. If an engine is lost
-    meanwhile, the current suspect is taken as the cause and is not submitted again.
-    """
+    meanwhile, the current suspect is taken as the cause and is not submitted again."""
 
     def __init__(self) -> None:
         self._ledger = Ledger()
@@ -86,8 +85,7 @@ class Handover:
         continues from there. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Raises:
-            MachineError: the engine was lost too often.
-        """
+            MachineError: the engine was lost too often."""
         self.note_loss(error)
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
         return ended + self.take_back(engine, losses=1)
@@ -146,8 +144,7 @@ class LastingEngine:
     Args:
         running: returns the plan to run. None means that a lost engine is not restarted.
         on_step: called with the tokens and the records of each step that ends, and with the last tokens of requests
-            that cannot continue.
-    """
+            that cannot continue."""
 
     def __init__(
         self,
@@ -202,8 +199,7 @@ class LastingEngine:
 
         Raises:
             InputError: the engine cannot run the plan.
-            MachineError: the engine is being restarted.
-        """
+            MachineError: the engine is being restarted."""
         if self.is_restarting:
             raise MachineError("the engine is being restarted")
         if self._good_plan is None or plan.replicas == self._good_plan.replicas:

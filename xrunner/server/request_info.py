@@ -22,8 +22,7 @@ class RequestInfo:
         quota: the requests and tokens that the key may still use. None means that the request does not generate tokens.
         phases: (name, start, end) of the phases waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of the log line. They never contain a prompt. The error of a refused request may contain a
-            field's value.
-    """
+            field's value."""
 
     id: str
     received_s: float

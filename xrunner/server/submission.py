@@ -27,8 +27,7 @@ class Limits:
             token ids. The first 64 KiB of each body do not count. An account may use half of this memory. Further
             bodies get 503.
         all_requests_bytes: the same limit for requests from then until they have ended.
-        body_timeout_s: seconds in which a body must arrive. A body that takes longer gets 408.
-    """
+        body_timeout_s: seconds in which a body must arrive. A body that takes longer gets 408."""
 
     max_waiting: int = 4096
     answer_within_s: float | None = None

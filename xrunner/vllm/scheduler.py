@@ -3,8 +3,7 @@
 xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler sees only these
 requests, and does all other work (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V memory at
 least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also finds,
-shares and evicts blocks, and vLLM follows (`Mirror`).
-"""
+shares and evicts blocks, and vLLM follows (`Mirror`)."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class _Execution:
     Attributes:
         missing: requests that vLLM has not yet completely scheduled for this step. For each, the number of its tokens
             that will be computed when the step ends.
-        number, settled: as in the step log, where these vLLM steps count as one step.
-    """
+        number, settled: as in the step log, where these vLLM steps count as one step."""
 
     step: Step
     missing: dict[int, int]
@@ -55,8 +53,7 @@ class _Execution:
 class XgptScheduler(LoggedScheduler):
     """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "front": ADDRESS, "lane": "both"}}`.
 
-    With `front`, it also follows new plans that come through the channel (see `channel`).
-    """
+    With `front`, it also follows new plans that come through the channel (see `channel`)."""
 
     # Attributes of vLLM's own scheduler.
     running: list[Request]
@@ -315,8 +312,7 @@ class Mirror:
     itself would evict it.
 
     Raises:
-        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows.
-    """
+        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows."""
 
     def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
         groups = manager.coordinator.single_type_managers

@@ -8,8 +8,7 @@ step takes f((1 + k) b + T p) / T for b requests and p prompt tokens. A table f 
 which is exact for prompts. Decodes take F((1 + k) b / T) - F(b) more. This difference and the time of the draft's
 passes are added to the table of decode attention.
 
-Attention reads a request's K/V once for all tokens that are verified together.
-"""
+Attention reads a request's K/V once for all tokens that are verified together."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Draft:
     Attributes:
         layers: number of the draft's layers that store K/V of their own.
         params: number of weights in the draft's layer and in the projection of the model's hidden states.
-        head_share: size of the draft's output head, relative to the model's.
-    """
+        head_share: size of the draft's output head, relative to the model's."""
 
     def __init__(self, spec: ModelSpec, speculation: Speculation) -> None:
         kind, hidden, method = spec.kinds[-1], spec.hidden_size, speculation.method

@@ -1,6 +1,5 @@
 """Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles all runs, and
-stores them on disk.
-"""
+stores them on disk."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def is_counted(plan: PlanDraft) -> bool:
     Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
     `OneLaneRun.known` and `TwoLaneRun.known` name. The plan must also have order fcfs, and either reserved K/V memory,
     or a decoder-only model under orca or chunked with a single micro-batch. Under orca and chunked with reserved K/V
-    memory, it may also have order in-time.
-    """
+    memory, it may also have order in-time."""
     return _counted_schedule(plan) is not None
 
 

@@ -224,8 +224,7 @@ def may_encode(s, lane, number):
 @helper
 def waits_for_others(s, lane, batch):
     """Return whether waiting prompts stay out of this step: if the engine does not check for new requests now, or if
-    more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts.
-    """
+    more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts."""
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
     most = batch.max_batch - num_running(batch)

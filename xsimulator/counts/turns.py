@@ -2,8 +2,7 @@
 
 Turns of one session are never served at the same time, and the blocks of a session are released together, the last
 block first. So the queue of least recently used blocks is a queue of sessions, each with its first `kept` blocks. The
-prefix that all sessions share is never evicted.
-"""
+prefix that all sessions share is never evicted."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from xsimulator.lengths import Lengths
 
 LONGEST = 0.9
 """A batch that is longer than the others in the lane delays them by this share of the time that it would take if it
-delayed them on every stage. Two workloads and three and four stages have shares between 0.82 and 1.05.
-"""
+delayed them on every stage. Two workloads and three and four stages have shares between 0.82 and 1.05."""
 
 
 class DecodeLane:
@@ -34,8 +33,7 @@ class DecodeLane:
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Return the least seconds of an iteration if encode batches have between `encode_batch` and `largest_batch`
-        requests. # [n, grid]
-        """
+        requests. # [n, grid]"""
         companions = encode_batch * self._stays.together / microbatches
         reach = max(size, size_for(companions))
         _, slowest, through = self._grid
@@ -57,8 +55,7 @@ class DecodeLane:
         self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
     ) -> tuple[Array, Array]:
         """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99th percentile
-        of gaps in seconds. # [n], [n]
-        """
+        of gaps in seconds. # [n], [n]"""
         each = batch / microbatches
         joining = each / self.mean_decodes
         some = _share_joined(joining, encode_batch)
@@ -96,8 +93,7 @@ class DecodeLane:
 
         The requests of a batch join together, so no request joins in most steps. Only steps in which requests join read
         the weights for this K/V, and later steps wait for such a step. With larger batches, there are fewer such steps.
-        With smaller batches, each of them takes less time.
-        """
+        With smaller batches, each of them takes less time."""
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes
         tokens = joining / _share_joined(joining, encode_batch[:, None]) * self.lengths.mean_input  # [n, grid]
@@ -114,8 +110,7 @@ class DecodeLane:
     def _grid(self) -> tuple[Array, Array, Array]:
         """Seconds of a decode step on each kind of stage, on the slowest, and through all, by number of requests.
 
-        # [kinds, grid], [grid], [grid]
-        """
+        # [kinds, grid], [grid], [grid]"""
         lengths, lane = self.lengths, self.cost
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
@@ -129,8 +124,7 @@ class DecodeLane:
 
 def _share_joined(joining: Array, batch: Array) -> Array:
     """Return the share of steps in which requests join. A step gets `joining` requests on average, and whole batches of
-    `batch` requests join together.
-    """
+    `batch` requests join together."""
     return np.clip(joining / batch, 1e-12, 1.0)
 
 
@@ -140,8 +134,7 @@ class Encoding(NamedTuple):
     Attributes:
         through, interval, moving: seconds that a batch takes in the lane, seconds from one batch to the next, and
             seconds of a batch's transfer. # [n] each
-        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
-    """
+        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]"""
 
     through: Array
     interval: Array

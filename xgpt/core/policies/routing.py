@@ -1,6 +1,5 @@
 """Choose the replica for a request: the one that was last sent the prompt's prefix, unless it is much busier than
-another.
-"""
+another."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
 replica with the fewest. The difference may be at most this share of the requests that a replica runs at once. If the
 replica has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less
-work is saved.
-"""
+work is saved."""
 
 
 class ReplicaRouter:
@@ -63,8 +61,7 @@ def routed(trace: TraceLengths, plan: PlanDraft) -> list[Ints]:
     """Return for each replica of a plan the places of a trace's requests that would be routed to it.
 
     As many requests run as in the plan: when a further request arrives, the oldest one ends. If the trace has no
-    prefixes, the replicas take turns.
-    """
+    prefixes, the replicas take turns."""
     prefixes, places = trace.prefixes, np.arange(len(trace.input))
     if plan.replicas == 1 or prefixes is None:
         return [places[replica :: plan.replicas] for replica in range(plan.replicas)]

@@ -1,8 +1,7 @@
 """Define what the user is told: what to run, what it keeps, what it gains, and how sure this is.
 
 `xgpt.deciding` makes the one object from plans. The terminal, --json, the report, the local page and the exports render
-it, and derive nothing themselves.
-"""
+it, and derive nothing themselves."""
 
 from __future__ import annotations
 

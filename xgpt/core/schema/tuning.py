@@ -14,8 +14,7 @@ Start = Literal["started", "did not start", "died"]
 
 class DrivenLoad(Frozen):
     """What a client measured at one arrival rate. Times count from sending a request; outputs of one token have no
-    TPOT.
-    """
+    TPOT."""
 
     rate_per_s: PositiveFloat
     """Requests, or sessions, that began in a second, as a Poisson process."""

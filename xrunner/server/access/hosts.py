@@ -26,8 +26,7 @@ class AllowedHosts:
 
     Args:
         bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.
-        origins: origins of other sites whose pages may use this server.
-    """
+        origins: origins of other sites whose pages may use this server."""
 
     def __init__(self, bound: str, extra: Collection[str] = (), origins: Collection[str] = ()) -> None:
         self.origins = frozenset(origins)
@@ -59,8 +58,7 @@ class AllowedHosts:
         proxy chooses the port.
 
         Args:
-            scheme: scheme of the request. Behind a proxy, "http" may mean https.
-        """
+            scheme: scheme of the request. Behind a proxy, "http" may mean https."""
         if origin in self.origins:
             return True
         origin_scheme, separator, named = origin.partition("://")

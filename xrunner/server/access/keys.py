@@ -42,8 +42,7 @@ class Key:
         ttft_s, tpot_s, whole_s: bounds for the goodput of this key's requests. `answer_within_s` replaces a missing
             `whole_s`. If all of these are missing, the plan's bounds are used.
         of_class: the class that sets the priority and bounds of this key's requests. Empty means that a request may
-            choose any class.
-    """
+            choose any class."""
 
     account: Account = ANYONE
     is_admin: bool = True
@@ -89,8 +88,7 @@ class ApiKeys:
         `admin`.
 
         Raises:
-            InputError: there is no key, or a line is malformed. The message never shows a key.
-        """
+            InputError: there is no key, or a line is malformed. The message never shows a key."""
         return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
@@ -226,8 +224,7 @@ class Classes:
         answer_within_s: promised time from a request to its last token, by class. See `Limits`.
 
     Raises:
-        InputError: `answer_within_s` names a class that the plan does not have.
-    """
+        InputError: `answer_within_s` names a class that the plan does not have."""
 
     def __init__(self, plan: Plan | None, answer_within_s: Mapping[str, float] | None = None) -> None:
         self._plan = plan

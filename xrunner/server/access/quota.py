@@ -63,8 +63,7 @@ class Quota:
 class _Bucket:
     """A token bucket. It holds at most the limit for one minute, and fills evenly.
 
-    A cost above the capacity is taken once the bucket is full. The bucket's level then becomes negative.
-    """
+    A cost above the capacity is taken once the bucket is full. The bucket's level then becomes negative."""
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute

@@ -26,8 +26,7 @@ class OutputRule(NamedTuple):
         most: largest number that a request may name as its maximum. None means the model's context.
         promised: tokens for which K/V memory is reserved if a request names no maximum. None means that it is reserved
             for the largest output that the request may have.
-        may_outgrow: whether an output may exceed its reservation.
-    """
+        may_outgrow: whether an output may exceed its reservation."""
 
     default: int | None = None
     most: int | None = None

@@ -91,8 +91,7 @@ class Extent:
 
     Args:
         quotes: texts around strings, within which brackets do not count.
-        depth: number of open brackets at the beginning.
-    """
+        depth: number of open brackets at the beginning."""
 
     def __init__(self, quotes: tuple[str, ...] = ('"',), at: int = 0, depth: int = 0) -> None:
         self.at = at

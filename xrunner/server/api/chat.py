@@ -65,8 +65,7 @@ class _Template:
         """Some templates accept a system message only at the beginning, but agents send several, some of them later.
         For such a template, the first system messages are joined. A later one is appended to the user's message before
         it or, if there is none, becomes a user's message. Texts keep their order, so that the K/V of earlier messages
-        can be reused.
-        """
+        can be reused."""
         if self.takes_instructions_later:
             return list(messages)
         groups: list[tuple[Message, list[Content]]] = []
@@ -116,8 +115,7 @@ class ChatTemplate:
         named: further templates by name. `tool_use` renders chats with functions.
 
     Raises:
-        InputError: a template is not valid Jinja.
-    """
+        InputError: a template is not valid Jinja."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
@@ -143,8 +141,7 @@ class ChatTemplate:
                 continues it.
 
         Raises:
-            ValueError: the template refuses the messages, in its own words.
-        """
+            ValueError: the template refuses the messages, in its own words."""
         variables = variables or {}
         template = self._with_tools if variables.get("tools") else self._template
         roles = dict.fromkeys(message["role"] for message in messages)
@@ -186,8 +183,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     The templates are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
 
     Raises:
-        InputError: a file cannot be read, or a template is not valid.
-    """
+        InputError: a file cannot be read, or a template is not valid."""
     config = read_settings(checkpoint)
     path = checkpoint / "chat_template.jinja"
     named = {each.stem: read_text(each, "chat_template") for each in checkpoint.glob(ADDITIONAL)}

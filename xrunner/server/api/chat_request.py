@@ -44,8 +44,7 @@ Parts = list[TextPart | RefusalPart]
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's message may have no content. A message with a function's result names the call.
 
-    Fields of earlier answers that models do not use (`annotations`, `audio`, `id`) are dropped.
-    """
+    Fields of earlier answers that models do not use (`annotations`, `audio`, `id`) are dropped."""
 
     role: Annotated[str, Meta(min_length=1)]
     content: str | Parts | None = None

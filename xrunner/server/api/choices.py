@@ -17,8 +17,7 @@ class Choice:
     """The state of one output of an answer.
 
     In a stream, nothing is kept. For a whole answer, text, tokens and log probabilities are kept in the form in which
-    they will be written.
-    """
+    they will be written."""
 
     def __init__(
         self,
@@ -37,8 +36,7 @@ class Choice:
             prefix: the prompt's text, if the answer begins with it.
             scored: the tokens of `prefix`, if they are also reported.
             context: the prompt's last tokens, if the output continues their text. The first output token may then begin
-                with a space.
-        """
+                with a space."""
         self.calls: list[ToolCall] = []
         self.num_reasoning = 0
         self.finish: str | None = None

@@ -2,8 +2,7 @@
 
 Sections of tokenizer.json that cut or pad texts are dropped, since they are for training. Tokens that only
 tokenizer_config.json lists are added. A token that tokenizer_config.json lists as special (`eos_token`, ...) becomes
-special. tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`.
-"""
+special. tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`."""
 
 from __future__ import annotations
 

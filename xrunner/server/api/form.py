@@ -1,8 +1,7 @@
 """Describe the form of a chat's output (reasoning, an answer, calls), and provide its grammar and its reader.
 
 With `tool_choice` auto, only the frame of a call is restricted: a call of a declared function has arguments that are a
-JSON object. They follow the function's schema if the function is `strict`, or if a function must be called.
-"""
+JSON object. They follow the function's schema if the function is `strict`, or if a function must be called."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class OutputForm:
             reasoning.
         thought: the reasoning with which the output after a given prompt may begin. None means that the output has no
             reasoning.
-        tokens: ids of the tokens with which the marks are written.
-    """
+        tokens: ids of the tokens with which the marks are written."""
 
     calls: CallFormat = field(default_factory=lambda: call_formats()[HERMES])
     is_known: bool = False
@@ -62,8 +60,7 @@ class OutputForm:
 
         Args:
             added: ids of the tokenizer's tokens that are not text.
-            tool_template: its template for chats with functions, if that is another one.
-        """
+            tool_template: its template for chats with functions, if that is another one."""
         found = call_format(tool_template or template, added)
         calls = (found or call_formats()[HERMES]).written_with(added)
         marks = None if calls.on_channels else marks_of(template, added)

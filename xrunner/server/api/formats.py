@@ -1,7 +1,6 @@
 """The formats in which models write reasoning and calls of functions, as data.
 
-configs/call_formats.yaml has a row for each format of calls.
-"""
+configs/call_formats.yaml has a row for each format of calls."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Opening:
         head: pattern of the text from the call's beginning to its arguments.
         tags: for arguments that are parameters between tags: the tags around a value.
         inner: a tag that may follow the first one. Some models leave it out.
-        quotes: for arguments that are keys and values in another notation than JSON: its quotes.
-    """
+        quotes: for arguments that are keys and values in another notation than JSON: its quotes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     head: str
@@ -132,8 +130,7 @@ class CallFormat:
         is_list: whether calls stand in brackets, with commas between them.
         short_ids: whether templates accept only ids of nine letters or digits.
         special: ids of the tokens with which the format's texts are written.
-        free: ids of tokens that are not text. A model may write each of them anywhere.
-    """
+        free: ids of tokens that are not text. A model may write each of them anywhere."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     families: str
@@ -203,8 +200,7 @@ class Thought(NamedTuple):
     """The marks of the reasoning with which an output may begin.
 
     Attributes:
-        is_open: whether the prompt ends within reasoning. The output then continues the reasoning.
-    """
+        is_open: whether the prompt ends within reasoning. The output then continues the reasoning."""
 
     marks: Marks
     is_open: bool

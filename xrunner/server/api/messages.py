@@ -46,8 +46,7 @@ OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 class ContentBlock(msgspec.Struct):
     """A part of a message. Only the fields of its type are used. Other fields (`cache_control`, ...) are hints.
 
-    The input of a call is not decoded here: a million small objects take most of a second.
-    """
+    The input of a call is not decoded here: a million small objects take most of a second."""
 
     type: str
     text: str | None = None

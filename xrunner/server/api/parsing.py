@@ -198,8 +198,7 @@ def _check_sizes(looked: Any, size: int) -> None:
     much memory.
 
     If a field occurs several times, only the last occurrence is checked here, but all occurrences are decoded later. So
-    earlier occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.
-    """
+    earlier occurrences, and all white space, count towards `MAX_BESIDE_BYTES`."""
     beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:
         outside = f"the body has {beside} bytes outside the fields {', '.join(LONG_FIELDS)}"

@@ -48,8 +48,7 @@ def memory_of(*values: Any) -> int:
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`continuous_usage_stats`: send the usage so far with every chunk, as vLLM does for load generators.
 
-    `include_obfuscation`: ignored, since chunks are not padded as at OpenAI.
-    """
+    `include_obfuscation`: ignored, since chunks are not padded as at OpenAI."""
 
     include_obfuscation: bool | None = None
     include_usage: bool | None = None
@@ -320,8 +319,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
             longest: largest number of items of a list. Longer lists are refused without examining their items.
 
         Raises:
-            ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given.
-        """
+            ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given."""
         given = self.prompt
         if len(given) > longest and not isinstance(given, str):
             refuse("prompt", f"the list has {len(given)} token ids or prompts; at most {longest} are accepted")

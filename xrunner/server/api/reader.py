@@ -2,8 +2,7 @@
 
 One reader serves all formats (`formats`) but messages on channels (`channels`). It is always in one state, whose step
 takes characters from the text that is held back. A step that takes none ends the reading until more text comes, so
-every output is read in finite time.
-"""
+every output is read in finite time."""
 
 from __future__ import annotations
 

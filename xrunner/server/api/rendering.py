@@ -111,8 +111,7 @@ def render(source: str, given: dict[str, Any]) -> str:
     Raises:
         InputError: the template is not valid.
         ValueError: the template refuses the values, with its own message, or takes too much time or memory.
-        RecursionError: the values nest too deeply.
-    """
+        RecursionError: the values nest too deeply."""
     process: _Process | None = None
     content = _asked(source, given)
     try:

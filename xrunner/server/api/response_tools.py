@@ -2,8 +2,7 @@
 
 Agents send tools that OpenAI would run (`HOSTED`) with every request. If the request also has functions and the model
 may choose, these tools are left out, also from the answer's `tools`. A request that has only such tools, or that
-requires one, is refused.
-"""
+requires one, is refused."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class Toolbox:
         declared: the tools that are used, as the request declares them.
 
     Raises:
-        ApiError: 400, a tool is not supported.
-    """
+        ApiError: 400, a tool is not supported."""
 
     def __init__(self, tools: Sequence[ResponseTool], choice: str | Chosen | None) -> None:
         self.declared = [tool for tool in tools if tool.type not in HOSTED]

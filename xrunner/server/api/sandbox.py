@@ -1,8 +1,7 @@
 """Render chat templates in a process with limited memory. `rendering` starts it as `python sandbox.py`.
 
 Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes. This
-module imports no other module of xgpt. Messages are JSON, each preceded by its length in eight bytes.
-"""
+module imports no other module of xgpt. Messages are JSON, each preceded by its length in eight bytes."""
 
 from __future__ import annotations
 

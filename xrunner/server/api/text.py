@@ -33,8 +33,7 @@ class TextCodec:
     Attributes:
         eos_token_id: the tokenizer's end token, which may differ from the model's.
         added: ids of the tokens that are not text. A model may write them anywhere.
-        longest_token: number of characters in the longest token. A text of n tokens is at most n times as long.
-    """
+        longest_token: number of characters in the longest token. A text of n tokens is at most n times as long."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None, eos_token: str | None = None
@@ -118,8 +117,7 @@ class Detokenizer:
 
     Args:
         shown: special tokens that are shown as text.
-        context: preceding tokens. Their text was returned earlier.
-    """
+        context: preceding tokens. Their text was returned earlier."""
 
     def __init__(self, codec: TextCodec | None, shown: Collection[int] = (), context: Sequence[int] = ()) -> None:
         self._codec = codec
@@ -174,8 +172,7 @@ class StopStrings:
     Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977).
 
     Args:
-        include: whether to leave the stop string in the text.
-    """
+        include: whether to leave the stop string in the text."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
@@ -239,8 +236,7 @@ class ServedModel:
         grammars: compiler of grammars for outputs. None means that there is no tokenizer, or the engine does not
             support grammars.
         sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).
-        path: the checkpoint's directory. Empty means that the weights are drawn from a seed.
-    """
+        path: the checkpoint's directory. Empty means that the weights are drawn from a seed."""
 
     names: tuple[str, ...]
     spec: ModelSpec

@@ -54,8 +54,7 @@ class Tokenising:
     thread.
 
     The next text comes from the account for which the fewest characters were processed while texts were waiting. No
-    account can use all threads. Within an account, short texts come first.
-    """
+    account can use all threads. Within an account, short texts come first."""
 
     def __init__(self, codec: TextCodec, max_context: int) -> None:
         self._codec = codec

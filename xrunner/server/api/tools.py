@@ -24,8 +24,7 @@ class Function(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         parameters: a JSON schema of an object. None means that the function takes no arguments.
-        strict: whether arguments always follow the schema. If a function must be called, they always do.
-    """
+        strict: whether arguments always follow the schema. If a function must be called, they always do."""
 
     name: Annotated[str, Meta(pattern=NAME)]
     description: str | None = None

@@ -30,8 +30,7 @@ class Translated:
     """A request of another API.
 
     Attributes:
-        names: the API's names for the chat's fields, for error messages.
-    """
+        names: the API's names for the chat's fields, for error messages."""
 
     chat: ChatRequest
     writer: BlockWriter

@@ -28,8 +28,7 @@ class TokenReport:
         logprob: log probability, or None for the first token of a prompt.
         offset: length of the choice's text before the token.
         top: text, log probability and bytes of each of the most probable tokens.
-        raw: the token's bytes, because a part of a character has no text.
-    """
+        raw: the token's bytes, because a part of a character has no text."""
 
     text: str
     logprob: float | None

@@ -1,4 +1,3 @@
 """Handle connections and routes, and take each request from its bytes to its answer.
 
-This package imports all other packages of the server. Only `xrunner.server` may import it.
-"""
+This package imports all other packages of the server. Only `xrunner.server` may import it."""

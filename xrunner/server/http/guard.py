@@ -45,8 +45,7 @@ class Guard:
     Args:
         keys: API keys. None means that clients need no key.
         hosts: accepted host names. None means all (in tests, and behind a proxy that checks names).
-        on_answer: called with the status of each response, or 0 if the client had left.
-    """
+        on_answer: called with the status of each response, or 0 if the client had left."""
 
     def __init__(
         self,

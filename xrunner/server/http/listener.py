@@ -73,8 +73,7 @@ class Listener(socket.socket):
 
     Args:
         bound: the bound socket. This object takes it over.
-        most: limit of connections. None means as many as the process can have open.
-    """
+        most: limit of connections. None means as many as the process can have open."""
 
     def __init__(self, bound: socket.socket, most: int | None = None) -> None:
         self.most = most_connections() if most is None else most

@@ -30,8 +30,7 @@ class Outputs:
 
     Attributes:
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
-        streams: the submitted outputs by id, in the order of the answer.
-    """
+        streams: the submitted outputs by id, in the order of the answer."""
 
     def __init__(
         self,
@@ -76,8 +75,7 @@ class Outputs:
 
         Raises:
             ApiError: 429, too many are waiting, or the key's limit of tokens per minute is reached; 500, the engine has
-                failed; 503, the server is shutting down; 504, the deadline has passed.
-        """
+                failed; 503, the server is shutting down; 504, the deadline has passed."""
         self._engine.check_open()
         if self.end_s <= time.perf_counter():
             raise self.late("the request had not started")

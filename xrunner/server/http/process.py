@@ -68,8 +68,7 @@ def serve(
             process ends.
 
     Raises:
-        MachineError: the address is not available, or the engine's workers cannot be restarted.
-    """
+        MachineError: the address is not available, or the engine's workers cannot be restarted."""
     # uvicorn raises the signal again after its shutdown, but SIGTERM must not end this process before the caller has
     # cleaned up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -92,8 +91,7 @@ class GuardedServer(uvicorn.Server):
 
     Args:
         listener: must also be passed to `run`.
-        grace_s: seconds that answers have to end after a signal.
-    """
+        grace_s: seconds that answers have to end after a signal."""
 
     def __init__(
         self, app: ASGIApp, listener: Listener, tls: ssl.SSLContext | None = None, grace_s: int | None = None
@@ -221,8 +219,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
         key: the certificate's private key. None means that the key is in the same file.
 
     Raises:
-        InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate.
-    """
+        InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate."""
     for field, path in ((CERTIFICATE, certificate), (KEY, key)):
         try:
             if path is not None:

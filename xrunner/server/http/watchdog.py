@@ -1,8 +1,7 @@
 """Restart a server whose event loop hangs. The watchdog is a thread, and the loop reports to it.
 
 The limits are processor seconds of the main thread, so that a loaded machine is no hang. A restart keeps the process id
-and the listening socket: clients that connect meanwhile wait. Running answers break off.
-"""
+and the listening socket: clients that connect meanwhile wait. Running answers break off."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Watchdog(threading.Thread):
 
     Args:
         listener: kept open over a restart.
-        restarts: whether to start this process's command again. Otherwise the process ends with exit code 3.
-    """
+        restarts: whether to start this process's command again. Otherwise the process ends with exit code 3."""
 
     def __init__(self, listener: socket.socket, *, restarts: bool) -> None:
         super().__init__(name="watchdog", daemon=True)

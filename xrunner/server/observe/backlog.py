@@ -29,8 +29,7 @@ class Backlog:
     monotonic clock.
 
     Args:
-        memory_s: age in seconds at which an observation has a third of its weight.
-    """
+        memory_s: age in seconds at which an observation has a third of its weight."""
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
@@ -122,8 +121,7 @@ class Backlog:
         requests in the order of arrival.
 
         Args:
-            slowness: measured time of steps divided by predicted time.
-        """
+            slowness: measured time of steps divided by predicted time."""
         estimate = plan.estimate
         if not estimate.predicts_rate:
             return None
@@ -148,8 +146,7 @@ class Backlog:
         Each late answer raises the caution, and each timely answer lowers it a little, so that in the long run the
         share of late answers is `LATE`.
 
-        Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
-        """
+        Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021."""
         if took_s > promised_s:
             self.caution = max(self.caution, min((1 + PER_ANSWER * (1 - LATE)) * self.caution, took_s / expected_s))
         else:
@@ -186,8 +183,7 @@ class _Phase(NamedTuple):
 
         Args:
             room, cycle_s: tokens and seconds of a full phase.
-            before: tokens and seconds of a smaller phase. The result is between the seconds of the two phases.
-        """
+            before: tokens and seconds of a smaller phase. The result is between the seconds of the two phases."""
         tokens, seconds = before
         if seconds >= cycle_s:
             return cycle_s

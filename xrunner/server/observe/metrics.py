@@ -199,8 +199,7 @@ class Metrics:
         """Count a complete request, and return whether it kept the bounds of its key, or None if no bounds apply.
 
         A key without bounds has the plan's bounds. A request of a class without bounds always counts as keeping its
-        bounds.
-        """
+        bounds."""
         if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
             bounds = RequestBounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)

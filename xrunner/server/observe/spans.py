@@ -1,7 +1,6 @@
 """Send OpenTelemetry traces: a span for each request for tokens.
 
-This module is imported only if traces are enabled, and needs the extra `otel`.
-"""
+This module is imported only if traces are enabled, and needs the extra `otel`."""
 
 from __future__ import annotations
 

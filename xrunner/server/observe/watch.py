@@ -1,8 +1,7 @@
 """Observe how a served plan performs. When lengths or pace change, let a planner judge the plan.
 
 This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
-of lengths run elsewhere.
-"""
+of lengths run elsewhere."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Ended(NamedTuple):
     Attributes:
         latency_s: time from the start of the request's first step to its last token.
         first_s, whole_s: times from submission to the engine to the first token, and to the last token.
-        is_kept: whether the request kept its bounds, or None if it has no bounds.
-    """
+        is_kept: whether the request kept its bounds, or None if it has no bounds."""
 
     num_tokens: int
     latency_s: float
@@ -101,8 +99,7 @@ class Watch:
 
     Attributes:
         history: decisions and failed judgements, the latest last.
-        judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began.
-    """
+        judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began."""
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
         self.history: deque[Decision | FailedJudgement] = deque(maxlen=MAX_HISTORY)

@@ -139,8 +139,7 @@ def test_replan_and_compare_replace_what_a_replay_condemns(tmp_path: Path) -> No
 
 def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
     """A deployment that kept 70% of a log was to change to a plan that kept 48%, since its rate was higher; another one
-    that kept 61% was to stay where a plan kept 98%, since its rate might be lower in bursts.
-    """
+    that kept 61% was to stay where a plan kept 98%, since its rate might be lower in bursts."""
     kept, fewer = (
         AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False, share_kept=share) for share in (0.7, 0.48)
     )
