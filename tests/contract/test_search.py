@@ -132,7 +132,7 @@ def test_one_more_device_never_gives_less(
         assert more >= fewer / (1 + TOLERANCES.throughput)
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
     spaces = Spaces(kind, 5, monotone=True)
     bound = spaces.bounds()[2]

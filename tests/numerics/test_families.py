@@ -224,12 +224,12 @@ def test_products_of_several_threads_are_those_of_one(layout, activation, thread
     weight, before = torch.randn(600, 500) / 500**0.5, torch.get_num_threads()
     product = pack(weight, activation, LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
     try:
-        for rows in (*range(1, 40, examples(1, 13)), 70, 150):
+        for rows in (*range(1, 40, examples(1, 19)), 70, 150):
             x = torch.randn(rows, 500)
             torch.set_num_threads(1)
             alone = product(x, None)
             torch.set_num_threads(threads)
-            for _ in range(5):
+            for _ in range(examples(5, 3)):
                 torch.testing.assert_close(product(x, None), alone, rtol=1e-4, atol=1e-3)
     finally:
         torch.set_num_threads(before)

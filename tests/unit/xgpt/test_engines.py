@@ -81,6 +81,7 @@ def test_plans_name_the_engine_that_they_are_for() -> None:
     assert xgpt.simulate(vllm, num_requests=50).plan == vllm, "its profile is computed again for the same engine"
 
 
+@pytest.mark.usefixtures("short_simulations")
 @pytest.mark.parametrize("name", few(["vllm-0.15", "sglang-0.5", "tensorrt-llm-1.0"], 2))
 @pytest.mark.parametrize("policy", few(["chunked", "orca"]))
 def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: Path) -> None:
