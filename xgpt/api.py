@@ -349,9 +349,8 @@ def simulate(
     request = request_of(SimulateRequest, dict(asked))
     plan = _plan(plan)
     if request.burstiness is not None and request.arrival_rate_per_s is None:
-        raise InputError(
-            "burstiness", request.burstiness, "it needs `arrival_rate_per_s`: give one, or leave `burstiness` out"
-        )
+        says = "it needs `arrival_rate_per_s`: give one, or leave `burstiness` out"
+        raise InputError("burstiness", request.burstiness, says)
     for name in ("arrival_rate_per_s", "own_times"):
         if request.clients is not None and getattr(request, name):
             raise InputError("clients", request.clients, f"it cannot be combined with `{name}`")
@@ -359,9 +358,8 @@ def simulate(
         if request.bench is not None and getattr(request, name):
             raise InputError(name, getattr(request, name), "`bench` says this: leave one of them out")
     if request.clients is not None and request.clients < plan.replicas:
-        raise InputError(
-            "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one client for each"
-        )
+        says = f"the plan has {plan.replicas} replicas: give at least one client for each"
+        raise InputError("clients", request.clients, says)
     if not request.own_times:
         unset = {"num_requests": request.num_requests == "all", "since_s": request.since_s, "rate": request.rate != 1}
         for name in (name for name, is_given in unset.items() if is_given):
@@ -823,11 +821,8 @@ def _plan(given: Plan | PathLike) -> Plan:
         return given
     name, path = str(given), Path(given)
     if path.is_dir() or (path.suffix != ".json" and hub.is_id(name) and not path.exists()):
-        raise InputError(
-            "plan",
-            name,
-            f"it is a model or a directory, not a plan: run `xgpt plan --model {name} --latency-bound S` first",
-        )
+        says = f"it is a model or a directory, not a plan: run `xgpt plan --model {name} --latency-bound S` first"
+        raise InputError("plan", name, says)
     return load_json(path, Plan, "plan")
 
 

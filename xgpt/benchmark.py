@@ -470,9 +470,8 @@ def served(
             if "listening on " in line:
                 break
         else:
-            raise MachineError(
-                f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'it printed no message'}"
-            )
+            says = f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'it printed no message'}"
+            raise MachineError(says)
         yield line.rpartition("listening on ")[2].strip()
         if process.poll() is not None:
             raise MachineError(f"the server died with exit code {process.returncode}")

@@ -239,18 +239,16 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
     try:
         data = read_json(read_text(path, "measured"))
     except ValueError as error:
-        raise InputError(
-            "measured", str(path), f"it cannot be read as JSON: {error}; give the JSON file that the benchmark wrote"
-        ) from None
+        says = f"it cannot be read as JSON: {error}; give the JSON file that the benchmark wrote"
+        raise InputError("measured", str(path), says) from None
     try:
         found = list(_loads(data if isinstance(data, dict) else {}, path.name))
     except (KeyError, IndexError) as error:
         accepted = f"it lacks {str(error).strip(chr(39))}: give the complete result of a streamed benchmark"
         raise InputError("measured", str(path), accepted) from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            "measured", str(path), f"a figure in it is not a number ({error}); give the file as the benchmark wrote it"
-        ) from None
+        says = f"a figure in it is not a number ({error}); give the file as the benchmark wrote it"
+        raise InputError("measured", str(path), says) from None
     except ZeroDivisionError:
         raise InputError("measured", str(path), f"none of its requests completed{_failures(data)}") from None
     if not found:

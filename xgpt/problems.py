@@ -46,11 +46,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         cluster = cluster.but(price_per_device_hour=request.price)
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
-        raise InputError(
-            "devices",
-            most,
-            f"{cluster.name} has {cluster.num_devices}: give auto, a smaller number, or a larger `cluster`",
-        )
+        says = f"{cluster.name} has {cluster.num_devices}: give auto, a smaller number, or a larger `cluster`"
+        raise InputError("devices", most, says)
     workload, constraint = _lengths(request, spec), _with_classes(request)
     if workload.sessions is not None and constraint.arrival_rate_per_s is not None:  # the user states sessions
         turns = turns_of(workload.sessions)
@@ -100,9 +97,8 @@ def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
     workload = workload_of(_given(request), spec, request.growth)
     if workload.sessions is None:
         if (request.session_wait_s, request.session_time_s) != (None, None):
-            raise InputError(
-                "workload", workload.name, "it has no sessions: give a law of sessions, or a log with them"
-            )
+            says = "it has no sessions: give a law of sessions, or a log with them"
+            raise InputError("workload", workload.name, says)
         return workload
     for name, unset in (("shared_prefix", 0), ("outputs", 1.0), ("rate", 1.0)):
         if (value := getattr(request, name)) != unset:
@@ -130,9 +126,8 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     if method == "mtp" and not model.mtp_layers:
         raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
     if model.is_encoder_decoder:
-        raise InputError(
-            "speculative", method, f"{model.name} has an encoder; only decoder-only models can have a draft"
-        )
+        says = f"{model.name} has an encoder; only decoder-only models can have a draft"
+        raise InputError("speculative", method, says)
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
         raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
     if request.devices == "auto":

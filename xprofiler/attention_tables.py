@@ -88,9 +88,8 @@ def _modules(
         if not of_type.any():
             kinds = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
             known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in kinds)
-            raise InputError(
-                "dtype", f"{dtype} with K/V in {tables.kv_dtype}", f"the tables have latent attention only in {known}"
-            )
+            says = f"the tables have latent attention only in {known}"
+            raise InputError("dtype", f"{dtype} with K/V in {tables.kv_dtype}", says)
         tables.note(operator, path)
         found.append(_fastest(rows, of_type, (slower if phase == "context" else 1.0) / 1e3))
     return found[0], found[1]
@@ -101,9 +100,8 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
     rows = tables.read(path, KERNEL_COLUMNS)
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
     if not chosen.any():
-        raise InputError(
-            "dtype", tables.kv_dtype, f"the tables have no latent attention of {heads} heads with K/V in this type"
-        )
+        says = f"the tables have no latent attention of {heads} heads with K/V in this type"
+        raise InputError("dtype", tables.kv_dtype, says)
     tables.note(f"{phase}_mla", path)
     return _fastest(rows, chosen, (slower if phase == "context" else 1.0) / 1e3)
 

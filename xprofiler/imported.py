@@ -106,9 +106,8 @@ def wheel_folder() -> Path:
     """Return the installed wheel's folder `systems`, which contains the tables."""
     found = find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise InputError(
-            "import_from", "aiconfigurator", "it is not installed: pip install --no-deps aiconfigurator-core"
-        )
+        says = "it is not installed: pip install --no-deps aiconfigurator-core"
+        raise InputError("import_from", "aiconfigurator", says)
     return Path(found.submodule_search_locations[0]) / "systems"
 
 
@@ -126,9 +125,8 @@ def _folder_of(device: str, folder: Path | None) -> Path:
     root = base / SYSTEMS.get(device, device)
     if not (root / "gemm").is_dir():
         systems = sorted(name for name, system in SYSTEMS.items() if (base / system / "gemm").is_dir())
-        raise InputError(
-            "cluster.device", device, f"{base} has tables for {', '.join(systems) or 'no device'}; choose one of these"
-        )
+        says = f"{base} has tables for {', '.join(systems) or 'no device'}; choose one of these"
+        raise InputError("cluster.device", device, says)
     return root
 
 

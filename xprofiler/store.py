@@ -48,9 +48,8 @@ def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> D
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
         return None
     if kind == "gpu" and cluster.is_local:
-        raise InputError(
-            "kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave `kv_dtype` out"
-        )
+        says = "on this machine's GPUs, K/V have the type of `dtype`: leave `kv_dtype` out"
+        raise InputError("kv_dtype", kv_dtype, says)
     known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
     if kv_dtype not in known:
         raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()}, K/V can only be {', '.join(known)}")
@@ -83,11 +82,8 @@ def new_profile(
         raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave `kv_dtype` out")
     if engine == "vllm":
         if import_from is not None:
-            raise InputError(
-                "import_from",
-                import_from,
-                "it cannot be combined with `engine=vllm`, whose steps are measured: leave one of the two out",
-            )
+            says = "it cannot be combined with `engine=vllm`, whose steps are measured: leave one of the two out"
+            raise InputError("import_from", import_from, says)
         return profile_vllm(spec, checkpoint, devices, dtype, progress, as_served)
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
@@ -229,11 +225,8 @@ def check_engine(plan: Plan, engine: str) -> None:
         return
     run = f"serve it with `xgpt serve --engine {profiled_engine}`, or " if profiled_engine in ("xgpt", "vllm") else ""
     make = f"plan with a profile made by `xgpt profile --engine {engine} -o FILE`"
-    raise InputError(
-        "plan.profile.engine",
-        profiled_engine,
-        f"the plan was made from step times of {profiled_engine}, not of {engine}: {run}{make}",
-    )
+    says = f"the plan was made from step times of {profiled_engine}, not of {engine}: {run}{make}"
+    raise InputError("plan.profile.engine", profiled_engine, says)
 
 
 def keep(profile: Profile) -> None:

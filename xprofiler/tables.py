@@ -106,9 +106,8 @@ class Tables:
             known = sorted(set(rows["gemm_dtype"].tolist()))
             chosen = rows["gemm_dtype"] == dtype
             if not chosen.any():
-                raise InputError(
-                    "dtype", dtype, f"the tables of {self.root.name} have matrix products only in {', '.join(known)}"
-                )
+                says = f"the tables of {self.root.name} have matrix products only in {', '.join(known)}"
+                raise InputError("dtype", dtype, says)
             ms, ns, ks, latency = (rows[name][chosen].astype(float) for name in ("m", "n", "k", "latency"))
             latency = self._lifted(f"gemm in {dtype}", latency, dtype, 2 * ms * ns * ks, ns * ks)
             self._products[dtype] = Grid3(ms, ns, ks, latency)
@@ -232,11 +231,8 @@ class Tables:
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
             versions = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
-            raise InputError(
-                "framework",
-                self.framework,
-                f"the tables have {operator} only for {', '.join(versions) or 'no version'}",
-            )
+            says = f"the tables have {operator} only for {', '.join(versions) or 'no version'}"
+            raise InputError("framework", self.framework, says)
         found.sort(key=lambda path: _version_key(path.parts[-2]))
         if self._version is None or framework is not None:
             return found[::-1]
@@ -256,18 +252,16 @@ class Tables:
         try:
             from pyarrow import ArrowInvalid, parquet
         except ImportError:
-            raise InputError(
-                "import_from", self.root.name, "it needs pyarrow: pip install 'xgpt-serve[import]'"
-            ) from None
+            says = "it needs pyarrow: pip install 'xgpt-serve[import]'"
+            raise InputError("import_from", self.root.name, says) from None
         try:
             present = parquet.read_schema(path).names
             wanted = [*columns, *(name for name in optional if name in present)]
             table = parquet.read_table(path, columns=wanted)
             rows = {name: table.column(name).to_numpy(zero_copy_only=False) for name in wanted}
         except (ArrowInvalid, KeyError, OSError) as error:
-            raise InputError(
-                str(path), type(error).__name__, f"it must be a table with columns {', '.join(columns)}"
-            ) from None
+            says = f"it must be a table with columns {', '.join(columns)}"
+            raise InputError(str(path), type(error).__name__, says) from None
         latency = rows["latency"]
         if not len(latency) or not (np.isfinite(latency) & (latency >= 0 if may_be_zero else latency > 0)).all():
             raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
@@ -307,9 +301,8 @@ class Grid2:
         self.grid = np.full([len(axis) for axis in axes], np.nan)
         self.grid[places] = latency
         if np.isnan(self.grid).any():
-            raise InputError(
-                "latency", "missing", "the table must contain every combination of m and k: import complete tables"
-            )
+            says = "the table must contain every combination of m and k: import complete tables"
+            raise InputError("latency", "missing", says)
 
     def __call__(self, m: Array, k: float) -> Array:
         by_m = [np.interp(np.log(k), self.axes[1], row) for row in self.grid]
@@ -332,9 +325,8 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
                 grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
                 break
         else:
-            raise InputError(
-                "latency", "missing", "the table must contain the point of the smallest sizes: import complete tables"
-            )
+            says = "the table must contain the point of the smallest sizes: import complete tables"
+            raise InputError("latency", "missing", says)
     return grid
 
 

@@ -98,11 +98,8 @@ def build_worker(
     if name not in BACKENDS:
         raise InputError("backend", name, f"give one of {', '.join(sorted(BACKENDS))}")
     if not BACKENDS[name].supports(place, kind):
-        raise InputError(
-            "backend",
-            name,
-            f"on {settings.device} in {settings.dtype} give one of {', '.join(usable_backends(place, kind))}",
-        )
+        says = f"on {settings.device} in {settings.dtype} give one of {', '.join(usable_backends(place, kind))}"
+        raise InputError("backend", name, says)
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     try:
         model = _load(settings, part)
@@ -144,9 +141,8 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
         grammars = grammars_of(settings.checkpoint, settings.spec)
         return RowWorker(_load(settings, None), batching, row_tokens, place, kept, grammars)
     except torch.OutOfMemoryError as error:
-        raise MachineError(
-            f"{settings.device} cannot hold {settings.spec.name}: {error}; plan again for this machine"
-        ) from None
+        says = f"{settings.device} cannot hold {settings.spec.name}: {error}; plan again for this machine"
+        raise MachineError(says) from None
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:

@@ -126,9 +126,8 @@ class Checkpoint:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError(
-                    "model", str(path), f"it is incomplete, or is not a safetensors file: {error}; fetch it again"
-                ) from None
+                says = f"it is incomplete, or is not a safetensors file: {error}; fetch it again"
+                raise InputError("model", str(path), says) from None
             self._files.update(dict.fromkeys(file.keys(), (path, file)))
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
@@ -173,11 +172,8 @@ class Checkpoint:
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
         if weight.out.numel() and not all(bool(end.isfinite()) for end in weight.out.aminmax()):
             dtype = str(weight.out.dtype).removeprefix("torch.")
-            raise InputError(
-                "model",
-                f"{path}: {found}",
-                f"it contains NaN or infinity in {dtype}: give finite weights, or plan with another dtype",
-            )
+            says = f"it contains NaN or infinity in {dtype}: give finite weights, or plan with another dtype"
+            raise InputError("model", f"{path}: {found}", says)
 
     def _has_scales(self, name: str, stored: Any) -> bool:
         scales, shape = name_of_scales(self._files, name), stored.get_shape()

@@ -264,8 +264,5 @@ def _check_context(problem: Problem, lengths: Lengths) -> None:
     else:
         context = lengths.max_whole_input + lengths.max_output
     if context > model.max_context:
-        raise InputError(
-            "workload",
-            problem.workload.name,
-            f"its longest request has {context} tokens, but {model.name} accepts {model.max_context}",
-        )
+        says = f"its longest request has {context} tokens, but {model.name} accepts {model.max_context}"
+        raise InputError("workload", problem.workload.name, says)

@@ -50,9 +50,8 @@ class Steps:
 def steps_of(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """Return the steps of a log, with the predicted time of each part. Each replica must have one device."""
     if plan.devices_per_replica > 1:
-        raise InputError(
-            "plan", f"{plan.devices_per_replica} devices a replica", "calibrate with a plan for one device"
-        )
+        says = "calibrate with a plan for one device"
+        raise InputError("plan", f"{plan.devices_per_replica} devices a replica", says)
     cost = LaneCost(plan.model, profile, whole(plan.model))
     parts, seconds, first = [], [], []
     for record, counts, step_s in executed(plan, log):
@@ -73,9 +72,8 @@ def calibrate(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> t
     # If a step's lowest id is in the second half, the step has no request of the first half.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
-        raise InputError(
-            "num_requests", newest + 1, f"calibration needs at least {2 * MIN_STEPS} steps; replay more requests"
-        )
+        says = f"calibration needs at least {2 * MIN_STEPS} steps; replay more requests"
+        raise InputError("num_requests", newest + 1, says)
     factors = fit(used)
     calibration = Calibration(
         factors=dict(zip(PARTS, (round(float(f), 4) for f in factors), strict=True)),

@@ -141,9 +141,8 @@ def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):
-        raise InputError(
-            "requests", len(ids), f"the log must contain more than {skip_requests} requests: record a longer log"
-        )
+        says = f"the log must contain more than {skip_requests} requests: record a longer log"
+        raise InputError("requests", len(ids), says)
     return chosen
 
 

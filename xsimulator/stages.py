@@ -59,9 +59,8 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
     the same time to a stage."""
     if len(layer_s) > num_layers:
-        raise InputError(
-            "stages", len(layer_s), f"the model has {num_layers} layers, and each stage holds at least one"
-        )
+        says = f"the model has {num_layers} layers, and each stage holds at least one"
+        raise InputError("stages", len(layer_s), says)
     fixed = fixed_s or [0.0] * len(layer_s)
     counts = [1] * len(layer_s)
     queue = [(fixed[i] + 2 * seconds, i) for i, seconds in enumerate(layer_s)]

@@ -44,9 +44,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
             return language_model(outside | part | {"model_type": inner}, source)
     family = _known(f"{outer}")
     if family is None:
-        raise InputError(
-            f"{source}: model_type", outer, f"xgpt plans only these families: {', '.join(sorted(known_families()))}"
-        )
+        says = f"xgpt plans only these families: {', '.join(sorted(known_families()))}"
+        raise InputError(f"{source}: model_type", outer, says)
     return family, config
 
 

@@ -48,9 +48,8 @@ def read_spec(directory: Path) -> ModelSpec:
     if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must contain a config.json; give that of a checkpoint")
     if (adapter := directory / "adapter_config.json").is_file():
-        raise InputError(
-            "model", str(adapter), "adapters are not supported: merge this one into the weights, or remove it"
-        )
+        says = "adapters are not supported: merge this one into the weights, or remove it"
+        raise InputError("model", str(adapter), says)
     return _read_spec(directory / "config.json", directory)
 
 
@@ -164,9 +163,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     try:
         value = read_json(read_text(path, "model"))
     except ValueError as error:
-        raise InputError(
-            "model", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
-        ) from None
+        says = f"it cannot be read as JSON: {error}; fetch the checkpoint again"
+        raise InputError("model", str(path), says) from None
     if not isinstance(value, dict):
         raise InputError("model", str(path), "it must contain a JSON object")
     return value
@@ -199,9 +197,8 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = read_json(read_text(index, "model"))["weight_map"]
         shards = {str(shard): tensor for tensor, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            "model", str(index), f"it is not a safetensors index ({error!r}); fetch the checkpoint again"
-        ) from None
+        says = f"it is not a safetensors index ({error!r}); fetch the checkpoint again"
+        raise InputError("model", str(index), says) from None
     if not shards:
         raise InputError("model", str(index), "its weight_map names no tensors; fetch the checkpoint again")
     for shard, tensor in shards.items():
@@ -209,9 +206,8 @@ def weight_files(directory: Path) -> list[Path]:
             accepted = f"{tensor} must be in a *.safetensors file in the same directory"
             raise InputError("model", f"{index}: {shard}", accepted)
         if not (directory / shard).is_file():
-            raise InputError(
-                "model", str(directory), f"it must contain {shard}, the file of {tensor}; fetch the checkpoint again"
-            )
+            says = f"it must contain {shard}, the file of {tensor}; fetch the checkpoint again"
+            raise InputError("model", str(directory), says)
     return [directory / shard for shard in sorted(shards)]
 
 

@@ -145,9 +145,8 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     if method is None:
         raise InputError(field, named or draft, f"xgpt scores only {', '.join(known['methods'])}; {WITHOUT}")
     if other := sorted(set(parts).difference(known["neutral"])):
-        raise InputError(
-            field, other[0], "xgpt does not score its effect on drafts; leave it out to compare the command without it"
-        )
+        says = "xgpt does not score its effect on drafts; leave it out to compare the command without it"
+        raise InputError(field, other[0], says)
     if "num_speculative_tokens" not in parts and method != "mtp":
         raise InputError(field, named, "give num_speculative_tokens, which vLLM requires")
     try:

@@ -208,11 +208,8 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         )
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
-        raise InputError(
-            "current",
-            f"{current.num_devices} devices",
-            f"{cluster.name} has only {cluster.num_devices}: give a larger `cluster`",
-        )
+        says = f"{cluster.name} has only {cluster.num_devices}: give a larger `cluster`"
+        raise InputError("current", f"{current.num_devices} devices", says)
     cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
     if cuts_experts and problem.model.experts is not None:
         accepted = (

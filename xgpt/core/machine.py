@@ -103,9 +103,8 @@ def _listed(command: str, fields: str) -> list[list[str]]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MachineError(
-            f"nvidia-smi does not answer: {error}; repair the driver, or describe the GPUs in a cluster file"
-        ) from None
+        says = f"nvidia-smi does not answer: {error}; repair the driver, or describe the GPUs in a cluster file"
+        raise MachineError(says) from None
     return [] if answer.returncode else [line.split(", ") for line in answer.stdout.splitlines() if ", " in line]
 
 

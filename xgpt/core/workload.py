@@ -114,9 +114,8 @@ def histogram(distribution: LengthDistribution) -> Histogram:
     else:
         mass = np.array([_normal_mass(k, distribution) for k in lengths])
     if mass.sum() == 0:
-        raise InputError(
-            "mean", distribution, "it is too far from min and max: no length between them has any probability"
-        )
+        says = "it is too far from min and max: no length between them has any probability"
+        raise InputError("mean", distribution, says)
     return Histogram(lengths=tuple(lengths), probabilities=tuple((mass / mass.sum()).tolist()))
 
 

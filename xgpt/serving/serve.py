@@ -126,11 +126,8 @@ class ServeRequest(ServeFields):
             return
         for name in ("nnodes", "node_rank", "master_addr"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise InputError(
-                    name,
-                    getattr(self, name),
-                    "it applies only to vLLM; xgpt's own engine reaches other machines through `ray`",
-                )
+                says = "it applies only to vLLM; xgpt's own engine reaches other machines through `ray`"
+                raise InputError(name, getattr(self, name), says)
         if self.ray is not None and self.batching != "flat":
             raise InputError("ray", self.ray, f"batching={self.batching} runs only on this machine: leave `ray` out")
 

@@ -74,9 +74,8 @@ class Vllm:
     def run(self, words: Sequence[str], until_s: float) -> Iterator[str]:
         variables, rest = split(words)
         if rest[:2] != ["vllm", "serve"]:
-            raise InputError(
-                "current", shlex.join(rest[:3]), "only vllm serve is started here: give `start` or `manual`"
-            )
+            says = "only vllm serve is started here: give `start` or `manual`"
+            raise InputError("current", shlex.join(rest[:3]), says)
         port, vllm_python = free_port(), python()
         given, _ = parted(rest[2:], re.compile(r"--(host|port)"))
         model = [] if given[:1] and given[0].startswith("-") else ["--model"]

@@ -108,9 +108,8 @@ def engine_problem(
         InfeasibleError: the model does not fit."""
     planned, variants = as_plan_request(request, policy="chunked"), variants_of(also)
     if not planned.constraint.bounds_latency or not planned.constraint.maximises_arrivals:
-        raise InputError(
-            "latency_bound_s", planned.latency_bound_s, "give a bound: `latency_bound_s`, `ttft_s` or `tpot_s`"
-        )
+        says = "give a bound: `latency_bound_s`, `ttft_s` or `tpot_s`"
+        raise InputError("latency_bound_s", planned.latency_bound_s, says)
     cluster = planned.cluster if isinstance(planned.cluster, ClusterSpec) else load_cluster(planned.cluster)
     running = None if current is None else read_current(current, cluster)
     if running is not None:

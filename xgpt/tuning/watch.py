@@ -37,9 +37,8 @@ def watch(
     watchers = {url: Watcher(plan) for url in request.engine}
     if not any(read_page(url) for url in watchers):
         url = next(iter(watchers))
-        raise MachineError(
-            f"{url}/metrics has no metrics of vLLM, SGLang or Dynamo: start the engine, or correct the URL"
-        )
+        says = f"{url}/metrics has no metrics of vLLM, SGLang or Dynamo: start the engine, or correct the URL"
+        raise MachineError(says)
     while not stop.is_set():
         for url, watcher in watchers.items():
             page: Page | None = read_page(url)

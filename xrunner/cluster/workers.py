@@ -171,9 +171,8 @@ class Workers:
                 raise DeploymentRefused(answer)
         self.check()
         if len(loaded) < self.num_workers:
-            raise MachineError(
-                f"{self.num_workers - len(loaded)} workers have not loaded the model within {LOAD_S:.0f} s"
-            )
+            says = f"{self.num_workers - len(loaded)} workers have not loaded the model within {LOAD_S:.0f} s"
+            raise MachineError(says)
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def prepare(self, grammar: str, workers: Collection[int]) -> object:

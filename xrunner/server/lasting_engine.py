@@ -94,9 +94,8 @@ class Handover:
         """Count a loss, or a start that has failed. Raises MachineError if there were too many."""
         if too_often(self._lost_s, RESTARTS, PERIOD_S):
             times, minutes = RESTARTS + 1, PERIOD_S / 60
-            raise MachineError(
-                f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
-            )
+            says = f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
+            raise MachineError(says)
 
     def take_back(self, engine: RemoteEngine, losses: int = 0) -> list[Token]:
         """Make all requests wait for an engine that is restarted. `losses` is 0 if it is restarted on purpose."""

@@ -42,11 +42,8 @@ class Limits:
     def __post_init__(self) -> None:
         most = self.max_max_tokens
         if most is not None and (self.default_max_tokens or 0) > most:
-            raise InputError(
-                "default_max_tokens",
-                self.default_max_tokens,
-                f"it is more than `max_max_tokens={most}`: lower it, or raise the other",
-            )
+            says = f"it is more than `max_max_tokens={most}`: lower it, or raise the other"
+            raise InputError("default_max_tokens", self.default_max_tokens, says)
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
         if plan is None:

@@ -142,18 +142,12 @@ def _launch(plan: Plan, lane: LaneName, stages: tuple[Stage, ...], scheduler: st
         raise InputError("plan.model", plan.model.name, accepted)
     state = Precision.of(plan.dtype, plan.cluster.device.type, "vllm").state
     if plan.kv_dtype not in (None, state, "float8"):
-        raise InputError(
-            "plan.kv_dtype",
-            plan.kv_dtype,
-            f"vLLM stores keys and values only in {state} or float8: plan with one of these",
-        )
+        says = f"vLLM stores keys and values only in {state} or float8: plan with one of these"
+        raise InputError("plan.kv_dtype", plan.kv_dtype, says)
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
-        raise InputError(
-            "plan.stages.tp",
-            sorted(degrees),
-            "vLLM needs the same tensor-parallel degree in all stages: plan with `engine=xgpt-vllm`",
-        )
+        says = "vLLM needs the same tensor-parallel degree in all stages: plan with `engine=xgpt-vllm`"
+        raise InputError("plan.stages.tp", sorted(degrees), says)
     if stages[0].ep > 1 and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
         accepted = "vLLM puts either whole experts or slices of all experts on each device of a replica"
         raise InputError("plan.stages.ep", stages[0].ep, accepted)

@@ -20,13 +20,11 @@ LEAST_KV = 0.95
 def settings_of(plan: Plan) -> LaneSettings:
     policy = plan.policy
     if isinstance(policy, WaaSettings):
-        raise InputError(
-            "plan.policy", policy.kind, "its two lanes need two vLLMs, and this is one; plan with another policy"
-        )
+        says = "its two lanes need two vLLMs, and this is one; plan with another policy"
+        raise InputError("plan.policy", policy.kind, says)
     if policy.holds_finished:
-        raise InputError(
-            "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; plan with another policy"
-        )
+        says = "vLLM frees a slot as soon as its request ends; plan with another policy"
+        raise InputError("plan.policy", policy.kind, says)
     return lane_settings_of(plan, policy)
 
 

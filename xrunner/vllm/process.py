@@ -65,9 +65,8 @@ def python() -> str:
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         if not os.access(named, os.X_OK):
-            raise MachineError(
-                f"{PYTHON_VARIABLE}={named} is not a program; set it to the python of vLLM's environment"
-            )
+            says = f"{PYTHON_VARIABLE}={named} is not a program; set it to the python of vLLM's environment"
+            raise MachineError(says)
         return named
     if find_spec("vllm") is None:
         raise MachineError(

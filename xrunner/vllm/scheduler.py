@@ -69,11 +69,8 @@ class XgptScheduler(LoggedScheduler):
         self._planned = PlannedLane(plan, room, self._tell_front)
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:
-            raise InputError(
-                "--max-model-len",
-                self.max_model_len,
-                f"the plan's K/V memory holds only {capacity} tokens: give at most this number",
-            )
+            says = f"the plan's K/V memory holds only {capacity} tokens: give at most this number"
+            raise InputError("--max-model-len", self.max_model_len, says)
         caches = self.cache_config.enable_prefix_caching
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
@@ -267,11 +264,8 @@ class XgptScheduler(LoggedScheduler):
             if value != needed:
                 raise InputError(flag, value, "the plan's schedule needs vLLM's default: leave the flag out")
         if not config.scheduler_config.enable_chunked_prefill:
-            raise InputError(
-                "--enable-chunked-prefill",
-                "off",
-                "the plan decides where prompts are cut, so it must be on: leave --no-enable-chunked-prefill out",
-            )
+            says = "the plan decides where prompts are cut, so it must be on: leave --no-enable-chunked-prefill out"
+            raise InputError("--enable-chunked-prefill", "off", says)
         logger.info("scheduling by %s", self.config["plan"])
 
 

@@ -61,9 +61,8 @@ def hosts_of(plan: Plan) -> list[Host]:
 
 def check_waa(plan: Plan) -> None:
     if plan.admission.kv != "reserve":
-        raise InputError(
-            "plan.admission.kv", plan.admission.kv, "a vLLM for each lane can only reserve K/V: plan with `kv=reserve`"
-        )
+        says = "a vLLM for each lane can only reserve K/V: plan with `kv=reserve`"
+        raise InputError("plan.admission.kv", plan.admission.kv, says)
     if plan.replicas > 1:
         says = f"vLLM runs only one replica of waa: plan for {plan.devices_per_replica} devices, and start several"
         raise InputError("plan.replicas", plan.replicas, says)

@@ -165,9 +165,8 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     if problem.reused is not None:
         raise InputError("policy", policy, "it cannot plan for prompts with common prefixes: use chunked")
     if problem.model.is_encoder_decoder:
-        raise InputError(
-            "policy", policy, f"it needs a decoder-only model, which {problem.model.name} is not; use chunked"
-        )
+        says = f"it needs a decoder-only model, which {problem.model.name} is not; use chunked"
+        raise InputError("policy", policy, says)
 
 
 def _check_maximised(problem: Problem) -> None:
@@ -196,15 +195,13 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
     if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):
         known = " or ".join(SPECULATIVE_POLICIES)
-        raise InputError(
-            "policy", policy, f"speculative decoding needs {known}: give one of them, or leave `speculative` out"
-        )
+        says = f"speculative decoding needs {known}: give one of them, or leave `speculative` out"
+        raise InputError("policy", policy, says)
     found = _with_variables(runnable(kinds, problem.model, problem.speculation), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
-        raise InputError(
-            "policy", policy, f"{UNCUT}, and {problem.model.name} has an encoder; take one of {others} or auto"
-        )
+        says = f"{UNCUT}, and {problem.model.name} has an encoder; take one of {others} or auto"
+        raise InputError("policy", policy, says)
     return found
 
 
@@ -264,9 +261,8 @@ def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> Plan
         if plan.constraint.ttft_s is None:
             raise InputError("order", order, "it needs a bound on the time to first token, `ttft_s`")
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
-            raise InputError(
-                "order", order, f"{plan.policy.kind} cannot use it with {plan.model.name}: take another order or policy"
-            )
+            says = f"{plan.policy.kind} cannot use it with {plan.model.name}: take another order or policy"
+            raise InputError("order", order, says)
         plan = with_step_times(plan, problem.profile)
     at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
     changes: dict[str, object] = {"order": order, "row_tokens": None}

@@ -152,10 +152,8 @@ class Saturated(Objective[Found]):
             if found.draft.estimate.throughput_rps > rate
         }
         if not stable:
-            raise InfeasibleError(
-                f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
-                binding="arrival_rate_per_s",
-            )
+            says = f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate"
+            raise InfeasibleError(says, binding="arrival_rate_per_s")
         return stable
 
     def _kept_by_all(self, ranked: Ranked[Found], bound_s: float) -> dict[str, Found]:

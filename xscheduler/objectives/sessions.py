@@ -65,9 +65,8 @@ def found_in_sessions(
 
 def _kinds(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None) -> tuple[str, ...]:
     if policy not in ("auto", *KINDS):
-        raise InputError(
-            "policy", policy, f"sessions are planned under {' or '.join(KINDS)}: give one of them, or auto"
-        )
+        says = f"sessions are planned under {' or '.join(KINDS)}: give one of them, or auto"
+        raise InputError("policy", policy, says)
     if order not in (None, "fcfs"):
         raise InputError("order", order, "turns of sessions enter in order of arrival: leave it out")
     if not problem.constraint.maximises_arrivals:

@@ -92,11 +92,8 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
     for problem, judge in zip(problems, judges, strict=True):
         price = problem.cluster.price_per_device_hour
         if price is None:
-            raise InputError(
-                "cluster",
-                problem.cluster.name,
-                "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
-            )
+            says = "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour"
+            raise InputError("cluster", problem.cluster.name, says)
         try:
             fewest = fewest_devices(problem.cluster.num_devices, judge, wanted)
         except InfeasibleError as error:

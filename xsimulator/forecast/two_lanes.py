@@ -64,11 +64,8 @@ class TwoLaneModel:
             )
             raise InputError("cluster.host", None, accepted)
         if encode.profile.kv_transfer is None:
-            raise InputError(
-                "profile",
-                encode.profile.model.name,
-                "waa needs times of K/V transfers, which this profile lacks: choose another policy, or profile again",
-            )
+            says = "waa needs times of K/V transfers, which this profile lacks: choose another policy, or profile again"
+            raise InputError("profile", encode.profile.model.name, says)
         self.encode, self.decode, self.lengths = encode, decode, lengths
         self.transfer = TransferCost(encode, decode)
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1

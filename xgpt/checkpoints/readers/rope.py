@@ -58,11 +58,8 @@ def rope(
     if share != 1.0 and head_dim is not None:
         turned = int(head_dim * share)
         if not 2 <= turned < head_dim or turned % 2:
-            raise wrong(
-                "partial_rotary_factor",
-                share,
-                f"it must rotate an even number of a head's {head_dim} dimensions, at least 2 and not all",
-            )
+            says = f"it must rotate an even number of a head's {head_dim} dimensions, at least 2 and not all"
+            raise wrong("partial_rotary_factor", share, says)
         fields["rotary_dim"] = turned
     if unsupported:
         fields["unsupported"] = tuple(unsupported)

@@ -231,7 +231,6 @@ class Admission(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Admission:
         if (self.order == "das") != (self.row_tokens is not None):
-            raise ValueError(
-                f"row_tokens: {self.row_tokens} cannot be used with order {self.order!r}; only 'das' uses it"
-            )
+            says = f"row_tokens: {self.row_tokens} cannot be used with order {self.order!r}; only 'das' uses it"
+            raise ValueError(says)
         return self

@@ -224,13 +224,11 @@ class ModelSpec(ModelShape):
             raise ValueError(f"experts: family {self.family!r} has an encoder; only decoder-only families have experts")
         layers = set(self.full_attention_layers) | set(self.experts.dense_layers if self.experts else ())
         if any(not 0 <= layer < self.num_layers for layer in layers):
-            raise ValueError(
-                f"full_attention_layers, experts.dense_layers: {sorted(layers)} must lie in [0, {self.num_layers})"
-            )
+            says = f"full_attention_layers, experts.dense_layers: {sorted(layers)} must lie in [0, {self.num_layers})"
+            raise ValueError(says)
         if self.full_attention_layers and self.sliding_window is None:
-            raise ValueError(
-                "full_attention_layers: leave it out, since all layers attend to all tokens without a sliding_window"
-            )
+            says = "full_attention_layers: leave it out, since all layers attend to all tokens without a sliding_window"
+            raise ValueError(says)
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "

@@ -220,9 +220,8 @@ class PlanDraft(Frozen):
         experts = 1 if self.model.experts is None else self.model.experts.number
         if any((stage.ep <= stage.tp and stage.tp % stage.ep) or experts % stage.ep for stage in self.stages):
             parts = [stage.ep for stage in self.stages]
-            raise ValueError(
-                f"stages: ep {parts} must divide the tp of its stage and the number of experts of a layer, {experts}"
-            )
+            says = f"stages: ep {parts} must divide the tp of its stage and the number of experts of a layer, {experts}"
+            raise ValueError(says)
         if any(stage.ep % stage.tp for stage in self.stages) and self.sharing_replicas > 1:
             raise ValueError(f"stages: ep {self.stages[0].ep} is not a multiple of tp {self.stages[0].tp}")
         if self.replicas % self.sharing_replicas or (self.sharing_replicas > 1 and len(self.stages) > 1):

@@ -278,9 +278,8 @@ class Profile(Frozen):
         if encoder_degrees and encoder_degrees != degrees:
             raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} must equal those of layers, {degrees}")
         if any((layer.cross is None) != (not encoder_degrees) for layer in self.layers):
-            raise ValueError(
-                "layers: cross is needed at every degree if there are encoder_layers, and not allowed otherwise"
-            )
+            says = "layers: cross is needed at every degree if there are encoder_layers, and not allowed otherwise"
+            raise ValueError(says)
         return self
 
     @property

@@ -41,13 +41,11 @@ class Speculation(Frozen):
         if any(not 0 <= share <= 1 for share in self.acceptance):
             raise ValueError(f"acceptance: {list(self.acceptance)} must be shares from 0 to 1")
         if any(b > a for a, b in pairwise(self.acceptance)):
-            raise ValueError(
-                f"acceptance: {list(self.acceptance)} must not rise: a token is accepted only after those before it"
-            )
+            says = f"acceptance: {list(self.acceptance)} must not rise: a token is accepted only after those before it"
+            raise ValueError(says)
         if self.tokens > len(self.acceptance):
-            raise ValueError(
-                f"tokens: {self.tokens} exceeds the number of shares in acceptance, {len(self.acceptance)}"
-            )
+            says = f"tokens: {self.tokens} exceeds the number of shares in acceptance, {len(self.acceptance)}"
+            raise ValueError(says)
         return self
 
     @property

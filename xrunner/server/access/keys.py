@@ -148,9 +148,8 @@ def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]
         name = words.pop(0) if has_name else f"line-{number}"
         secret, *settings = words
         if not NAME.fullmatch(name):
-            raise InputError(
-                FIELD, where, "a name has up to 64 letters, digits and . _ @ -, and begins with a letter or digit"
-            )
+            says = "a name has up to 64 letters, digits and . _ @ -, and begins with a letter or digit"
+            raise InputError(FIELD, where, says)
         if len(secret) < MIN_KEY_LENGTH or not secret.isascii() or not secret.isprintable():
             found = f"a key of {len(secret)} characters"
             must = f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks"
@@ -170,9 +169,8 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         match = SETTING.fullmatch(setting)
         if match is None:
             known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
-            raise InputError(
-                FIELD, where, f"one of its words is not a known setting; the settings are {known}, class=NAME and admin"
-            )
+            says = f"one of its words is not a known setting; the settings are {known}, class=NAME and admin"
+            raise InputError(FIELD, where, says)
         if (known := match[1] or match[0]) in given:
             raise InputError(FIELD, where, f"{known} is given twice: leave one out")
         given[known] = match[2]
@@ -184,9 +182,8 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         has_none = "the plan has no classes of requests: leave class= out"
         raise InputError(FIELD, f"{where}, class={of_class}", known if classes else has_none)
     if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
-        raise InputError(
-            FIELD, where, f"class= already sets {both} for all of its requests: leave out {both}= or class="
-        )
+        says = f"class= already sets {both} for all of its requests: leave out {both}= or class="
+        raise InputError(FIELD, where, says)
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)
     return Key(

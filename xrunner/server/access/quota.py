@@ -77,12 +77,8 @@ class _Bucket:
         missing = min(cost, self._capacity) - self._level
         if missing > 1e-9:
             wait_s = math.ceil(60 * missing / self.per_minute)
-            raise ApiError(
-                429,
-                f"this exceeds the {self.per_minute:g} {self._what}; try again in {wait_s} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
+            says = f"this exceeds the {self.per_minute:g} {self._what}; try again in {wait_s} s"
+            raise ApiError(429, says, code="rate_limit_exceeded", retry_after_s=wait_s)
         self._level -= cost
 
     def give(self, cost: float) -> None:

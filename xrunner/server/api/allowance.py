@@ -63,9 +63,8 @@ def check_tokens(
             outside = next(token for token in tokens if not 0 <= token < spec.vocab_size)
             refuse(name, f"token id {outside} is outside the vocabulary; send ids from 0 to {spec.vocab_size - 1}")
     if request.output_length is not None and request.output_length > limit:
-        refuse(
-            "output_length", f"{request.output_length} is more than max_tokens, {limit}; lower it, or raise max_tokens"
-        )
+        says = f"{request.output_length} is more than max_tokens, {limit}; lower it, or raise max_tokens"
+        refuse("output_length", says)
     return allowance
 
 

@@ -56,9 +56,8 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the library's errors are plain Exceptions, and its panics are none
-        raise InputError(
-            "tokenizer", str(path), f"it cannot be read: {cut(str(error))}; fetch the checkpoint again"
-        ) from None
+        says = f"it cannot be read: {cut(str(error))}; fetch the checkpoint again"
+        raise InputError("tokenizer", str(path), says) from None
     _check_encodes(tokenizer, list(_expressions(parts)), path)
     return tokenizer, settings
 
@@ -71,9 +70,8 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     try:
         config = read_json(read_text(path, "tokenizer_config"))
     except ValueError as error:
-        raise InputError(
-            "tokenizer_config", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
-        ) from None
+        says = f"it cannot be read as JSON: {error}; fetch the checkpoint again"
+        raise InputError("tokenizer_config", str(path), says) from None
     if not isinstance(config, dict):
         raise InputError("tokenizer_config", str(path), "it must contain a JSON object")
     return config

@@ -164,9 +164,8 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
         elif item.type == "message" and item.role is not None:
             message = ChatMessage(item.role, _content(item.content))
         else:
-            refuse(
-                "input", f"items of type {quoted(item.type)} are not supported; send messages, calls and their outputs"
-            )
+            says = f"items of type {quoted(item.type)} are not supported; send messages, calls and their outputs"
+            refuse("input", says)
         is_open = message.role == "assistant"
         if thought and is_open:
             message.reasoning_content, thought = thought, ""

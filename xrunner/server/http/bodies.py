@@ -32,12 +32,8 @@ class Budget:
         """Add `more` to the counted bytes. The number may be negative. Raises ApiError: 503, there is no memory for
         these bytes now. The count has not changed."""
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
-            raise ApiError(
-                503,
-                "too many long requests are being handled; try again later",
-                code="too_many_bodies",
-                retry_after_s=1,
-            )
+            says = "too many long requests are being handled; try again later"
+            raise ApiError(503, says, code="too_many_bodies", retry_after_s=1)
         self._taken[account] += more
         if not self._taken[account]:
             del self._taken[account]

@@ -128,9 +128,8 @@ class Outputs:
                 reason = f"the answer would take {answer_s:.2g} s; this server promises {within_s:g} s"
         if reason is not None:
             retry_after_s = engine.retry_after_s()
-            raise ApiError(
-                429, f"{reason}; try again in {retry_after_s} s", code="queue_full", retry_after_s=retry_after_s
-            )
+            says = f"{reason}; try again in {retry_after_s} s"
+            raise ApiError(429, says, code="queue_full", retry_after_s=retry_after_s)
         return promise
 
     def late(self, what: str) -> ApiError:

@@ -225,14 +225,12 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
             if path is not None:
                 path.open("rb").close()
         except OSError as error:
-            raise InputError(
-                field, str(path), f"it cannot be read: {error.strerror}; check the path and its permissions"
-            ) from None
+            says = f"it cannot be read: {error.strerror}; check the path and its permissions"
+            raise InputError(field, str(path), says) from None
 
     def password() -> str:
-        raise InputError(
-            KEY, str(key or certificate), "it is encrypted, and a server cannot ask for a passphrase; decrypt it"
-        )
+        says = "it is encrypted, and a server cannot ask for a passphrase; decrypt it"
+        raise InputError(KEY, str(key or certificate), says)
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -74,9 +74,8 @@ class Prompts:
     ) -> tuple[str, list[int]]:
         """Return a chat rendered by the checkpoint's template, and its tokens. Raise ApiError (400)."""
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
-            raise ApiError(
-                400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
-            )
+            says = f"{self._model.name} has no chat template; use /v1/completions"
+            raise ApiError(400, says, code="no_chat_template")
         if len(messages) > self._spec.max_context:
             refuse(
                 "messages",

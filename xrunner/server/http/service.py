@@ -253,12 +253,8 @@ class Service:
     def _check(self, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
         if request.model not in self._model.names:
-            raise ApiError(
-                404,
-                f"model: {quoted(request.model)} is not served here; ask for {self._model.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            says = f"model: {quoted(request.model)} is not served here; ask for {self._model.name!r}"
+            raise ApiError(404, says, param="model", code="model_not_found")
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
         check_support(request, self._model, self._engine)
