@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import Xgpt
+from xgpt.comparing.assumptions import changes
+from xgpt.core.io import load_json
+from xgpt.core.schema import Plan
+from xprofiler.store import profile_of
+from xsimulator.session_rate import SessionTrial
 
 CHAT = ("--model", "llama-3.1-8b", "--cluster", "h100x1", "--workload", "multi-turn-chat")
 
@@ -58,6 +63,16 @@ def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
     slow = json.loads(xgpt("simulate", "plan.json", "--arrival-rate", str(rate / 4), "--json").out)
     assert slow["goodput_of_sessions"] >= 0.9 and slow["wait_s"]["p50"] <= plan["estimate"]["sessions"]["wait_s"]
     assert "it applies only to independent requests" in xgpt.fails(2, "simulate", "plan.json", "--clients", "3")
+
+
+def test_ranges_of_sessions_vary_when_sessions_begin(xgpt: Xgpt) -> None:
+    xgpt("plan", *CHAT, "--session-wait", "2", "--ttft", "1", "--quantile", "0.9")
+    plan = load_json(Path("plan.json"), Plan, "plan")
+    profile, burst = profile_of(plan, None), plan.constraint.but(burstiness=2 * plan.constraint.burstiness)
+    assert plan.estimate.sessions is not None
+    rate = plan.estimate.sessions.rate_per_s * changes(plan, profile, ())[-1]
+    trial = SessionTrial(plan.but(constraint=burst), profile)
+    assert trial.keeps(rate) and not trial.keeps(1.03 * rate)
 
 
 @pytest.mark.long

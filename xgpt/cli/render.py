@@ -235,7 +235,8 @@ def sessions_tables(found: SessionsOutput, title: str = "sessions, simulated") -
     times = {"ttft_s": "time to first token, s", "tpot_s": "time per output token, s"}
     times |= {"wait_s": "a session's waiting, s", "time_s": "a session's time without pauses, s"}
     rows = [[label, f"{shown[name]:.4g}"] for name, label in SESSIONS.items() if name in shown]
-    rows.append(["share found in the cache, by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
+    if found.reused_by_turn:
+        rows.append(["share found in the cache, by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
     ends = ("mean", "p50", "p90", "p99")
     of_times = [[label, *(f"{shown[name].get(end, 0.0):.4g}" for end in ends)] for name, label in times.items()]
     return [table(title, ["figure", "value"], rows), table("times", ["", *ends], of_times)]

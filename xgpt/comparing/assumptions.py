@@ -16,9 +16,8 @@ from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import TraceLengths, binned
 from xgpt.resolve import load_engine
-from xscheduler.objectives.capacities import closed_objective
+from xscheduler.objectives.capacities import closed_objective, with_capacity
 from xscheduler.problem import Problem
-from xsimulator.capacity import capacity
 
 MIXING = (-0.2, 0.2)
 """Changes that are tried in an engine's cost of mixed steps, as shares of the time of a step's decodes."""
@@ -71,7 +70,7 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
         return [1.0] * (len(among) + 1)
     factors = [_closed(plan, profile, each) / now for each in among]
     constraint, rate = plan.constraint.but(burstiness=BURSTS * plan.constraint.burstiness), rate_of(plan)
-    burst = capacity(plan.but(constraint=constraint), profile, rate, edges=False)
+    burst = with_capacity(plan.but(constraint=constraint), profile, rate, edges=False).estimate.capacity
     return [*factors, 1.0 if burst is None or rate <= 0 else burst.rate_per_s / rate]
 
 

@@ -78,6 +78,10 @@ class TurnRows:
             common[i] = whole if inputs[i] >= inputs[before] else 0
             if prefixes is not None and delay is None:
                 common[i] = prefixes.size_in_common(before, i, int(inputs[before]))
+        if prefixes is not None:
+            common[after == FIRST] = prefixes.block_size * _num_shared(
+                [prefixes.prompts[i] for i in np.flatnonzero(after == FIRST)]
+            )
         common = np.minimum(common, inputs)
         if is_assumed:
             notes.append(f"no row states when an answer ended: {ANSWER_S:g} s are taken for each output token")
@@ -104,6 +108,12 @@ def continued(trace: TraceLengths) -> TraceLengths | None:
         known.update(whole)
     sessions = rows.sessions(trace.input, trace.output, trace.timestamp_s, 1.0, trace.prefixes, [])
     return None if sessions is None else trace._replace(sessions=sessions, prefixes=None)
+
+
+def _num_shared(prompts: list[tuple[int, ...]]) -> int:
+    """Return the number of blocks with which all prompts of several sessions begin."""
+    alike = [len(set(ids)) == 1 for ids in zip(*prompts, strict=False)] if len(prompts) > 1 else []
+    return (*alike, False).index(False)
 
 
 def _unit_s(name: str) -> float:

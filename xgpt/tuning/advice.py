@@ -51,19 +51,19 @@ def advise(
         gain=gain,
         rejected=_offer(tuner, draws, best, command) if action == "keep" else None,
         confidence=sure,
-        why=_why(action, sure or 0.0, least_gain),
+        why=_why(action, sure or 0.0, least_gain, unit),
         limit_per_s=standing.most,
         limit_gap=None if not means[chosen] else max(0.0, standing.most / float(means[chosen]) - 1),
     )
 
 
-def _why(action: Action, sure: float, least_gain: float) -> str:
+def _why(action: Action, sure: float, least_gain: float, unit: str) -> str:
     words = {
         "keep": f"no other setting gains {100 * least_gain:.0f}%, with a probability of {100 * sure:.0f}%",
         "change": f"it gains at least {100 * least_gain:.0f}%, with a probability of {100 * sure:.0f}%",
         "run": f"no other setting is more than {100 * TOLERANCE:.0f}% better, with a probability of {100 * sure:.0f}%",
     }
-    more = "" if sure >= SURE or action == "run" else "; `xgpt tune` measures until it is 95%"
+    more = "" if sure >= SURE or action == "run" or unit != "requests/s" else "; `xgpt tune` measures until it is 95%"
     return words[action] + more
 
 

@@ -457,6 +457,7 @@ def test_check_sends_sessions_and_compares_their_turns_and_waits(
         "sends 12 sessions at 5 a second (at least" in result.output and "sessions/s within the bounds" in result.output
     )
     assert "requests/s" not in result.output and "a session's waiting" in result.output
+    assert "xgpt tune" not in result.output, "it sends no sessions"
     assert (
         other.exit_code == 0
         and found["recommendation"]["action"] == json.loads(other.stdout)["recommendation"]["action"]

@@ -82,7 +82,7 @@ def test_mooncakes_rows_are_turns_if_their_blocks_continue(tmp_path: Path) -> No
     found = load_sessions(named)
     assert found is not None and found.sessions is not None
     assert found.sessions.after.tolist() == [-1, -1, -1, -1, 2, 4]
-    assert found.sessions.common.tolist() == [0, 0, 0, 0, 1536, 2560]
+    assert found.sessions.common.tolist() == [1024, 1024, 1024, 1024, 1536, 2560]  # with the system prompt
     assert found.sessions.pause_s[4:].tolist() == pytest.approx([6.0 - 1.0, 51.0 - 1.0])
     assert in_sessions(named).sessions is not None
 
