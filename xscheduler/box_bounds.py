@@ -19,7 +19,7 @@ import numpy as np
 from xscheduler.space import Array, Evaluation, Ints, Space
 from xscheduler.tolerances import TOLERANCES
 
-BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
+CORNER = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
 """Predictions may fail to be monotone by at most this share: the tables are monotone, but closed forms merge
 iterations."""

@@ -24,7 +24,7 @@ from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes
-from xsimulator.session_rate import session_capacity
+from xsimulator.session_rate import PRECISION, session_capacity
 
 LEAST_REQUESTS = 2000
 LEAST_WARM_UP = 128
@@ -32,7 +32,6 @@ LIFETIMES = 4
 """At saturation, requests are measured for at least this number of spans, after a warm-up of one span. A span is the
 latency bound or, if shorter, a request's time just below saturation, waiting included. If the bound is longer than this
 time, the rate equals saturated throughput to within `PRECISION`."""
-PRECISION = 0.02
 EDGE = 0.05
 """Bounds are tightened and loosened by this share, to show the rate's sensitivity to them."""
 KNOWN_BEYOND = 1.02

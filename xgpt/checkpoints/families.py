@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.checkpoints.fields import TABLES
 from xgpt.checkpoints.readers import SHAPES
-from xgpt.checkpoints.readers.planned import PLAIN
+from xgpt.checkpoints.readers.planned import PLANNED
 from xgpt.core.errors import InputError
 
 ALIASES: Mapping[str, str] = TABLES["aliases"]
@@ -94,12 +94,12 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    return {*SHAPES, *PLAIN, *ALIASES}
+    return {*SHAPES, *PLANNED, *ALIASES}
 
 
 def _known(family: str) -> str | None:
     family = ALIASES.get(family, family)
-    return family if family in SHAPES or family in PLAIN else None
+    return family if family in SHAPES or family in PLANNED else None
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, cast
 from xgpt.checkpoints.families import given_by_default, language_model, tower_of, tower_params
 from xgpt.checkpoints.fields import unsupported_fields
 from xgpt.checkpoints.readers import OTHER_NAMES, common, read
-from xgpt.checkpoints.readers.planned import PLAIN, planned
+from xgpt.checkpoints.readers.planned import PLANNED, planned
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import parse, read_text
@@ -98,9 +98,9 @@ def spec_of(
     family, config = language_model(config, source)
     given, defaults = config, given_by_default(family)
     config = defaults | given
-    unsupported = () if family in PLAIN else unsupported_fields(family, config)
+    unsupported = () if family in PLANNED else unsupported_fields(family, config)
     try:
-        fields = planned(family, given, defaults) if family in PLAIN else read(family, config)
+        fields = planned(family, given, defaults) if family in PLANNED else read(family, config)
         fields = common(config, generation, side) | fields
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
@@ -117,7 +117,7 @@ def spec_of(
     fields.setdefault("default_dtype", "bfloat16")  # as in vLLM
     if towers:
         fields |= {"tower_params": towers, "tower": tower}
-    fields |= {"name": name, "family": "other" if family in PLAIN else OTHER_NAMES.get(family, family)}
+    fields |= {"name": name, "family": "other" if family in PLANNED else OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, source)
 
 

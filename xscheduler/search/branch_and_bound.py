@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.schema import Ceiling, PolicySettings, SearchMethod
-from xscheduler.box_bounds import BOUND, box_bounds, ends_of, least_excess
+from xscheduler.box_bounds import CORNER, box_bounds, ends_of, least_excess
 from xscheduler.space import Evaluation, Ints, Space
 from xscheduler.tolerances import TOLERANCES
 
@@ -172,9 +172,9 @@ class _Search:
             self.unexplored = max(self.unexplored, *left)
         evaluations = sum(space.evaluations for space in self.spaces)
         if self.best is None:
-            return SearchResult(None, None, {}, evaluations, 0.0, BOUND)
+            return SearchResult(None, None, {}, evaluations, 0.0, CORNER)
         most = max(self.unexplored, self.best_throughput)
-        return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, most, BOUND)
+        return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, most, CORNER)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
         if ends_of(parent.space)[1] is not None:

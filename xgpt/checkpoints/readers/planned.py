@@ -18,7 +18,7 @@ RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 KDA = TABLES["delta"]
 """Families whose linear layers are Kimi Delta Attention."""
-PLAIN = frozenset[str](TABLES["planned"])
+PLANNED = frozenset[str](TABLES["planned"])
 """The model_types of the language models that xgpt only plans."""
 UNGATED, TIED = (frozenset[str](TABLES[name]) for name in ("ungated", "tied"))
 """Families whose feed-forward blocks have no gate, and those in which embedding and head are tied by default."""
@@ -33,7 +33,7 @@ def _size(config: Config, role: str, default: Any = 0) -> Any:
 
 
 def planned(family: str, config: Config, defaults: Config) -> Config:
-    """Return the fields of `ModelSpec` for a family in `PLAIN`.
+    """Return the fields of `ModelSpec` for a family in `PLANNED`.
 
     Raises:
         InputError: a size has an unknown value, or config.json has a size that xgpt does not use.

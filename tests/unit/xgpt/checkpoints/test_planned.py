@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.rings import few
 from xgpt.api import solve
 from xgpt.checkpoints.files import spec_of
-from xgpt.checkpoints.readers.planned import PLAIN
+from xgpt.checkpoints.readers.planned import PLANNED
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ModelSpec
 
@@ -38,7 +38,7 @@ NOT_BUILT = {
     "it holds weights of experts that pass tokens on": {"longcat_flash"},
 }
 """Families whose default config transformers builds no model of, and why."""
-BUILT = sorted(PLAIN - set().union(*NOT_BUILT.values()))
+BUILT = sorted(PLANNED - set().union(*NOT_BUILT.values()))
 
 
 def spec_like(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
