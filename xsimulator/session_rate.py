@@ -108,21 +108,26 @@ class SessionTrial:
         return float(np.minimum(self.trace.turns.common, self.trace.input - 1).sum() / self.trace.input.sum())
 
     def at(self, rate: float) -> SessionRun:
-        """Return a run in which `rate` sessions a second begin at all replicas together."""
+        """Return a run in which `rate` sessions a second begin at all replicas together. A session's pauses last at
+        most a quarter of the run together, so that no fewer turns arrive in what counts than in the long run."""
         if rate not in self._known:
             times = np.zeros(len(self.trace.input))
             starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
             times[self.trace.turns.first] = starts[self.trace.turns.session[self.trace.turns.first]]
-            sent = self.trace._replace(timestamp_s=times)
+            span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate
+            turns = self.trace.turns
+            paused = np.maximum(np.bincount(turns.session, turns.pause_s), 1e-9)[turns.session]
+            pauses = turns.pause_s * np.minimum(1.0, span_s / 4 / paused)
+            sent = self.trace._replace(timestamp_s=times, sessions=replace(turns, pause_s=pauses))
             if self._loads_s is not None:
                 run = self._from_host(sent, self._loads_s)
             elif self._route is None:
                 run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
             else:
                 run = run_routed(self.plan, self._profile, sent, self._route, self._lanes)
+            run = replace(run, trace=self.trace)
             excess = _excess(run, self.counts, self.plan.constraint)
             lives = per_session(run, self.counts, run.whole_s + run.paused_s)
-            span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate
             if span_s < STEADY * float(lives.mean()) or _pile_up(run, span_s) > PRECISION:
                 excess = np.inf
             self._known[rate] = SessionRun(run, excess, self.counts)
