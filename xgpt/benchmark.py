@@ -22,7 +22,6 @@ from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies import Rule
-from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.processes import end, end_with_parent, run_module
 from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
@@ -56,6 +55,7 @@ from xsimulator.run import (
     times_of,
     warm_up_of,
 )
+from xsimulator.shares import share_of_replica
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.policies import Rule
-from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import PlanDraft, Profile, Workload
 from xgpt.core.workload import ArrivalProcess, Floats, TraceLengths, histogram_of
 from xsimulator.clock import Span
 from xsimulator.run import Simulated, check_fits, read_log, run_requests, times_of
+from xsimulator.shares import share_of_replica
 
 LEAST_CV = 1e-3
 

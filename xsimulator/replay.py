@@ -10,7 +10,6 @@ import numpy as np
 from xgpt.core.errors import InputError
 from xgpt.core.load import LogLoad
 from xgpt.core.policies import Rule
-from xgpt.core.policies.routing import routed
 from xgpt.core.schema import PlanDraft, Profile, Workload
 from xgpt.core.workload import Ints, TraceLengths
 from xsimulator.clock import Span
@@ -27,6 +26,7 @@ from xsimulator.run import (
     run_requests,
     times_of,
 )
+from xsimulator.shares import routed
 
 MOST_STEPWISE = 5000
 """Largest number of requests that are replayed step by step, if a plan's arrivals cannot be counted."""
@@ -153,10 +153,11 @@ def _counted(
 ) -> Run | None:
     """Run a replica's requests by counts, with mean step times, until the first `count` have ended. Return None if its
     arrivals cannot be counted."""
-    has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
-    if has_more or part.prefixes is not None or part.timestamp_s is None:
+    is_reuse_unknown = plan.estimate.reuse is not None and part.prefixes is None
+    if plan.constraint.classes or plan.speculation is not None or is_reuse_unknown or part.timestamp_s is None:
         return None
-    run = counted(plan, profile, Stream(part.input, part.output, longest, _arrivals_ns(part)), is_logged=is_logged)
+    stream = Stream(part.input, part.output, longest, _arrivals_ns(part))
+    run = counted(plan, profile, stream, part.prefixes, is_logged=is_logged)
     if run is not None:
         run.run(KeptBounds((), 0, count))
     return run

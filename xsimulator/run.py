@@ -14,9 +14,9 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.load import NO_GROWTH, Growth, KeptByWindow, LogLoad
 from xgpt.core.policies import Rule, Schedule
-from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
+from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.turns import Chains, TraceSessions
 from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
@@ -28,6 +28,7 @@ from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths, decoded
 from xsimulator.measures import Measured, RequestTimes, measure, request_times
 from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law, request_law
+from xsimulator.shares import share_of_replica
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
 FULL = 0.95
@@ -317,10 +318,12 @@ def _counted_at_once(
     return counted(plan, profile, Stream(inputs, outputs, longest, np.zeros(len(inputs), int)), is_logged=is_logged)
 
 
-def counted(plan: PlanDraft, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
+def counted(
+    plan: PlanDraft, profile: Profile, stream: Stream, prefixes: TracePrefixes | None = None, *, is_logged: bool
+) -> Run | None:
     from xsimulator.counts.counted_run import counted_run  # imported here, since importing numba takes half a second
 
-    return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
+    return counted_run(plan, lanes_of(plan, profile), stream, prefixes, is_logged=is_logged)
 
 
 def is_drawn(plan: PlanDraft) -> bool:

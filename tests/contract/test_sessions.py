@@ -75,6 +75,26 @@ def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy
         assert (counted.end_s == engine.end_s).all() and (counted.first_s == engine.first_s).all()
 
 
+def test_counts_and_engine_agree_if_steps_run_ahead_and_prompts_go_first() -> None:
+    """Blocks of requests that ended in a step behind which another one ran were counted as used for ever."""
+    plan = xgpt.plan(
+        model="llama-3.1-8b",
+        cluster="h100x1",
+        workload="azure-conv",
+        latency_bound_s=None,
+        objective="saturated",
+        policy="chunked",
+        engine="sglang",
+    )
+    trace, profile = _sent(60, 4.0), profile_of(plan)
+    for blocks in (40_000, 20_000):  # of one token
+        plan = plan.but(stages=tuple(stage.but(kv_blocks=blocks) for stage in plan.stages))
+        counted = counted_turns(plan, lanes_of(plan, profile), trace)
+        engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
+        assert counted is not None
+        assert (counted.cached == engine.cached).all() and (counted.end_s == engine.end_s).all()
+
+
 @pytest.mark.parametrize("route", ["session", "prefix", "load"])
 def test_counts_and_engines_agree_on_replicas(profile: Profile, route: Route) -> None:
     trace = _sent(40, 8.0)

@@ -15,7 +15,6 @@ from functools import cache, partial
 from itertools import pairwise
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Ceiling, PlanDraft
 from xgpt.core.workload import TraceLengths
@@ -23,6 +22,7 @@ from xscheduler.expression import maximised
 from xscheduler.found import Found
 from xscheduler.problem import Problem
 from xsimulator.lengths import reused_at
+from xsimulator.shares import share_of_replica
 
 STEPS = 4
 """Number of cache sizes. From each to the next, the cached share grows by the same amount."""

@@ -57,8 +57,20 @@ prompt tokens that the turn before it, or the shared prefix, has computed."""
 SESSION = np.dtype(_fields("kept before after"))
 """The blocks that are kept of a session, and its neighbours in the queue of least recently used sessions."""
 
+KEY = np.dtype(_fields("uses before after", np.int32))
+"""A block with a key. uses: number of requests that use it, or ABSENT. Blocks that are cached but not used are in the
+queue of least recently used blocks."""
+ABSENT = NONE
+
+CHAIN = np.dtype(_fields("prompt said is_own place named"))
+"""A request's blocks with keys. Block b has the number `firsts[prompt + i] + b` if it is in the prompt, else
+`firsts[said + i] + b`. Here i is the place of the trace's block with its last token, or 0 if the output `is_own`.
+
+- place: of its first block in `keyed`.
+- named: number of leading blocks that have a key, or the content of a block with a key."""
+
 BATCH = np.dtype(
-    _fields("decoding held ending context inputs iteration steps phase since_encode")
+    _fields("decoding held ending context inputs iteration granted steps phase since_encode")
     + _fields("waited num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
     + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
 )
@@ -68,6 +80,7 @@ BATCH = np.dtype(
 - ending: in schedules that run ahead, number of requests whose last token the running step computes.
 - context: prompt and output tokens of decoding and held requests. inputs: their prompt tokens only.
 - iteration: number of decode steps begun so far. num_decode_steps: number of decode steps that have ended.
+- granted: number of requests that have been given a block in this iteration.
 - steps: number of running steps of any kind.
 - phase, since_encode, credit: as in the scheduling rule.
 - num_encoding, first, last: number of requests whose prompts are not encoded yet, and the first and last of them.
@@ -93,6 +106,7 @@ LANE = np.dtype(
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
     + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use preempted")
     + _fields("from_host has_turns num_due shared num_used num_kept first_kept last_kept")
+    + _fields("has_chains trace_block looked_up num_found num_found_used")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
@@ -111,6 +125,8 @@ LANE = np.dtype(
 - from_host: whether turns find all K/V of their sessions in host memory.
 - first_kept, last_kept: the least and the most recently used session of which blocks are kept.
 - num_due: number of turns in the heap of those that will arrive.
+- has_chains: whether requests share blocks by their keys, which num_used, num_kept, first_kept, last_kept then count.
+- looked_up: the waiting request that would find num_found cached blocks now, num_found_used of which are in use.
 - emits: whether an encode step computes first tokens.
 - num_encoded, num_moving, num_arrived, num_joined: under waa, numbers of requests that have been encoded, have begun to
   move to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
@@ -142,6 +158,19 @@ class TurnStream(NamedTuple):
     turns: Records
     shared: int
     from_host: bool = False
+
+
+class ChainStream(NamedTuple):
+    """The blocks that a trace's requests share (see `CHAIN`).
+
+    Attributes:
+        num_keys, num_named: numbers of blocks with keys, of all chains together and one by one."""
+
+    chains: Records
+    firsts: npt.NDArray[np.int64]
+    trace_block: int
+    num_keys: int
+    num_named: int
 
 
 class GoalNs(NamedTuple):
@@ -187,7 +216,8 @@ class RunState(NamedTuple):
         batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
         ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
         grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
-        goals: the fields of each `GoalNs`. # [goals, 4]"""
+        goals: the fields of each `GoalNs`. # [goals, 4]
+        keyed: whether a named block of a request is the one with the key. # [blocks of all chains]"""
 
     lane: Records
     requests: Records
@@ -203,6 +233,10 @@ class RunState(NamedTuple):
     turns: Records
     due: npt.NDArray[np.int64]
     sessions: Records
+    chains: Records
+    firsts: npt.NDArray[np.int64]
+    keys: Records
+    keyed: npt.NDArray[np.bool_]
 
 
 AT_ONCE = 4096
@@ -260,6 +294,10 @@ class Run(ABC):
             np.zeros(1, TURN),
             np.zeros(1, np.int64),
             np.zeros(1, SESSION),
+            np.zeros(1, CHAIN),
+            np.zeros(1, np.int64),
+            np.zeros(1, KEY),
+            np.zeros(1, np.bool_),
         )
 
     def in_sessions(self, stream: TurnStream) -> None:
@@ -275,6 +313,15 @@ class Run(ABC):
         lane["from_host"] = stream.from_host
         lane["shared"] = stream.shared // lane["block_size"]
         lane["blocks"] -= lane["shared"]
+
+    def in_chains(self, stream: ChainStream) -> None:
+        """Let requests share the K/V of equal blocks."""
+        lane, keys = self.state.lane[0], np.zeros(stream.num_keys, KEY)
+        keys["uses"], self.state.requests["cached"] = ABSENT, NONE
+        keyed = np.zeros(stream.num_named, np.bool_)
+        self.state = self.state._replace(chains=stream.chains.copy(), firsts=stream.firsts, keys=keys, keyed=keyed)
+        lane["has_chains"], lane["trace_block"] = True, stream.trace_block
+        lane["first_kept"] = lane["last_kept"] = lane["looked_up"] = NONE
 
     def of_turns(self, name: str) -> npt.NDArray[np.int64]:
         requests = self.state.requests

@@ -14,15 +14,20 @@ from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.slack import StepClock
 from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, StepTimes, Surface
+from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.counts import one_lane_arrivals, routed, two_lane_arrivals
+from xsimulator.counts import homes, one_lane_arrivals, routed, two_lane_arrivals
 from xsimulator.counts.arrivals import NONE, TURN, Kv, Run, Stream, TurnStream
+from xsimulator.counts.chains import chains_of
 from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 from xsimulator.forecast import FORECASTS
 from xsimulator.stages import whole
+
+MOST_KEYS = 50_000_000
+"""Runs in which requests share more blocks are not counted, since they would take more than a gigabyte."""
 
 
 def is_compiled() -> bool:
@@ -31,19 +36,35 @@ def is_compiled() -> bool:
 
 
 def counted_run(
-    plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
+    plan: PlanDraft,
+    lanes: Mapping[StageLane, LaneCost],
+    stream: Stream,
+    prefixes: TracePrefixes | None = None,
+    *,
+    is_logged: bool = False,
 ) -> Run | None:
-    """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`)."""
+    """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`).
+
+    Args:
+        prefixes: the blocks that requests share. They are counted under orca and chunked with order fcfs."""
     if (schedule := _counted_schedule(plan)) is None:
         return None
     pool, by_use = schedule.pool, plan.admission.kv == "quantile"
     kv = Kv(pool.kv_blocks, plan.block_size, by_use)
     if isinstance(schedule, policies.TwoLane):
+        if prefixes is not None:
+            return None
         return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream, is_logged=is_logged)
     settings = schedule.settings
     if by_use:
         settings = replace(settings, max_batch=min(settings.max_batch or MANY, pool.max_running or MANY))
-    return OneLaneRun(settings, lanes["both"], kv, stream, plan.patience_ns, is_logged=is_logged)
+    run = OneLaneRun(settings, lanes["both"], kv, stream, plan.patience_ns, is_logged=is_logged)
+    if prefixes is not None:
+        chains = chains_of(prefixes, np.asarray(stream.inputs), np.asarray(stream.outputs), plan.block_size)
+        if max(chains.num_keys, chains.num_named) > MOST_KEYS or not settings.mix or plan.admission.order != "fcfs":
+            return None
+        run.in_chains(chains)
+    return run
 
 
 def is_counted(plan: PlanDraft) -> bool:
@@ -96,7 +117,13 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    entries = one_lane_arrivals.run, one_lane_arrivals.run_in_time, two_lane_arrivals.run, routed.run_routed
+    entries = (
+        one_lane_arrivals.run,
+        one_lane_arrivals.run_in_time,
+        two_lane_arrivals.run,
+        routed.run_routed,
+        homes.route,
+    )
     if all(map(is_kept, entries)):
         return
     spec = load_model("opt-125m")[0]
@@ -123,6 +150,8 @@ def main() -> None:
         settings = LaneSettings(mix=True, max_batch=1, first_tokens=first_tokens)
         OneLaneRun(settings, cost, *request).run()
     TwoLaneRun(policies.TwoLaneSettings(1.0, 1, 8, 1), cost, cost, *request).run()
+    number, none = np.ones(1, np.int64), np.zeros((2, 3), np.int32)
+    homes.route(number, number - 1, number - 1, 1, 1, none, number, 0.0, 1, 1)
     turns = np.ones(1, TURN)
     turns["session"], turns["child"] = 0, NONE
     lane = LaneSettings(mix=True, max_batch=1)

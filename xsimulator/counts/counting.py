@@ -9,6 +9,7 @@ import numpy as np
 
 from xsimulator.costs.step_tables import DECODE, HEAD, LAST, NUM_LINES, REST, line_at, stretch_of
 from xsimulator.counts.arrivals import BOTH, NONE
+from xsimulator.counts.chains import look_up, name, release, share
 from xsimulator.counts.compiled import helper
 from xsimulator.counts.in_time import enter_in_time, next_in_time
 from xsimulator.counts.turns import FOREVER, arrive, evict, find, follow, grow, keep, next_arrival_ns
@@ -33,8 +34,13 @@ def prompt_of(request):
 
 
 @helper
-def blocks_to_enter(lane, request):
-    return blocks_of(lane, prompt_of(request) if lane.by_use else request.input + request.most) - lane.shared
+def blocks_to_enter(s, lane, id_):
+    request = s.requests[id_]
+    blocks = blocks_of(lane, prompt_of(request) if lane.by_use else request.input + request.most) - lane.shared
+    if lane.has_chains:
+        look_up(s, lane, id_)
+        blocks -= lane.num_found_used
+    return blocks
 
 
 @helper
@@ -45,21 +51,26 @@ def next_to_enter(s, lane, it):
 @helper
 def can_admit(s, lane, it=None):
     id_ = next_to_enter(s, lane, it)
-    return id_ != NONE and lane.reserved + blocks_to_enter(lane, s.requests[id_]) <= lane.blocks
+    return id_ != NONE and lane.reserved + blocks_to_enter(s, lane, id_) <= lane.blocks
 
 
 @helper
 def admit(s, lane, it=None):
     """Admit and return the next waiting request, or return NONE if it cannot enter."""
     id_ = next_to_enter(s, lane, it)
-    if id_ == NONE or lane.reserved + blocks_to_enter(lane, s.requests[id_]) > lane.blocks:
+    if id_ == NONE or lane.reserved + blocks_to_enter(s, lane, id_) > lane.blocks:
         return NONE
-    lane.reserved += blocks_to_enter(lane, s.requests[id_])
+    lane.reserved += blocks_to_enter(s, lane, id_)
     lane.num_inside += 1
-    if lane.has_turns:
+    if lane.has_turns or lane.has_chains:
         request = s.requests[id_]
-        find(s, lane, id_, prompt_of(request))
+        if lane.has_turns:
+            find(s, lane, id_, prompt_of(request))
+        else:
+            share(s, lane, id_)
         lane.num_used += blocks_of(lane, prompt_of(request) + (0 if lane.by_use else 1)) - lane.shared
+        if lane.has_chains:
+            lane.num_used -= request.cached // lane.block_size
         evict(s, lane)
     if lane.preempted != NONE:
         lane.preempted = s.requests[id_].after
@@ -75,10 +86,14 @@ def leave(s, lane, id_, more=0):
     """Free a request's blocks. If `by_use`, these contain all its tokens except the last, and `more` further tokens."""
     request = s.requests[id_]
     blocks = blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
-    lane.reserved -= blocks - lane.shared
+    has = blocks if lane.by_use else min(blocks, blocks_of(lane, request.input + request.output + more))
     lane.num_inside -= 1
+    if lane.has_chains:
+        name(s, lane, id_, (request.input + request.output - 1) // lane.block_size)
+        lane.reserved -= blocks - has + release(s, lane, id_, has)
+        return
+    lane.reserved -= blocks - lane.shared
     if lane.has_turns:
-        has = blocks if lane.by_use else blocks_of(lane, request.input + request.output)
         lane.num_used -= has - lane.shared
         whole = (request.input + request.output - 1) // lane.block_size
         keep(s, lane, s.turns[request.turn].session, whole - lane.shared)
@@ -133,6 +148,9 @@ def preempt(s, lane, number):
 def give_back(s, lane, id_, tokens, computed):
     """Free the blocks of a preempted request. Those of the prompt that it has computed stay."""
     request, blocks = s.requests[id_], blocks_of(lane, tokens) - lane.shared
+    if lane.has_chains:
+        lane.reserved -= release(s, lane, id_, blocks)
+        return
     lane.reserved -= blocks
     if lane.has_turns:
         lane.num_used -= blocks
@@ -148,7 +166,7 @@ def make_room(s, lane, number):
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
     lane.reserved += s.grows[batch.iteration % len(s.grows)]
-    if lane.has_turns:
+    if lane.has_turns or lane.has_chains:
         grow(s, lane, batch, 1)
 
 
@@ -197,12 +215,12 @@ def join(s, number, id_, generated):
 
 @helper
 def take_ends(s, number):
-    """Return the first request in the list of those that end in this iteration, and clear the list. In sessions, the
-    first one is that which joined first, since blocks are evicted in the order of their release."""
+    """Return the first request in the list of those that end in this iteration, and clear the list. If blocks are kept,
+    the first one is that which joined first, since blocks are evicted in the order of their release."""
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE
-    if not s.lane[0].has_turns:
+    if not (s.lane[0].has_turns or s.lane[0].has_chains):
         return first
     turned = NONE
     while first != NONE:
@@ -218,7 +236,10 @@ def drop(s, batch, id_):
     batch.decoding -= 1
     batch.context -= request.input + request.output
     batch.inputs -= request.input
-    s.grows[grows_in(s, batch, request.input + request.output)] -= 1
+    due = grows_in(s, batch, request.input + request.output)
+    s.grows[due] -= 1
+    if batch.granted and due == batch.iteration % len(s.grows):
+        batch.granted -= 1
 
 
 @helper
@@ -329,8 +350,9 @@ def decode_on(s, lane, tables, free_ns):
         iteration += 1
         context += decodes
         left -= 1
-    if lane.has_turns:
+    if (lane.has_turns or lane.has_chains) and left < most:
         grow(s, lane, batch, most - left)
+        batch.granted = 0
     batch.iteration, batch.context = iteration, context
     batch.since_encode += most - left
     batch.num_decode_steps += most - left

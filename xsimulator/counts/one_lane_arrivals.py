@@ -11,6 +11,7 @@ from xgpt.core.policies.rule import ADJUSTMENT
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import NUM_PARTS, pass_stages, step_ns, step_tables
 from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
+from xsimulator.counts.chains import name
 from xsimulator.counts.compiled import borrowed, helper, kept
 from xsimulator.counts.counting import (
     admit,
@@ -172,7 +173,7 @@ def next_step(s, lane, number, step, it):
         it.counts[STOPPED_AT] = lane.end_step
     if lane.by_use:
         make_room(s, lane, number)
-    elif lane.has_turns and batch.decoding and not lane.prompts_first:
+    elif lane.has_turns or lane.has_chains:
         grow(s, lane, batch, 1)
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
@@ -189,8 +190,6 @@ def next_step(s, lane, number, step, it):
     step.does_decode = batch.decoding > 0 and (mixes or not (encodes or batch.num_encoding > 0))
     if not encodes and not step.does_decode:
         return False
-    if lane.has_turns and lane.prompts_first and step.does_decode:
-        grow(s, lane, batch, 1)
     batch.since_encode = 0 if encodes else batch.since_encode + 1
     return True
 
@@ -375,25 +374,33 @@ def settle(s, lane):
         settle_ahead(s, lane, step)
     else:
         if step.does_decode:
-            batch.iteration += 1
+            advance(batch)
             batch.context += batch.decoding + batch.held
-            finish(s, lane, step.batch)
-        join_encoded(s, lane, step, lane.now_ns)
-        if step.last_piece > step.first_piece:
-            finish(s, lane, step.batch)  # requests with one output token end with their prompts
+        finish(s, lane, step.batch, join_encoded(s, lane, step, lane.now_ns))
         if lane.refills and not is_any_left(s):
             end_batch(s, lane)
     settled(s, lane, step)
 
 
 @helper
+def advance(batch):
+    batch.iteration, batch.granted = batch.iteration + 1, 0
+
+
+@helper
 def join_encoded(s, lane, step, now_ns):
-    """Record that a step has encoded its prompt chunks. Requests whose prompts end begin to decode."""
+    """Record that a step has encoded its prompt chunks. Requests whose prompts end begin to decode. Return the requests
+    that end with the step, first those whose only token it computes."""
     batch = s.batches[step.batch]
+    if step.first_piece == step.last_piece:
+        return take_ends(s, step.batch)
+    others = take_ends(s, step.batch)
     for i in range(step.first_piece, step.last_piece):
         piece = s.pieces[i % len(s.pieces)]
         request = s.requests[piece.request]
         request.encoded = piece.start + piece.length
+        if lane.has_chains:
+            name(s, lane, piece.request, min(request.encoded, request.input) // lane.block_size)
         if request.encoded < prompt_of(request):
             continue
         take_out(s, batch, piece.request)
@@ -405,12 +412,19 @@ def join_encoded(s, lane, step, now_ns):
         if not request.made:
             request.first_ns = now_ns
         join(s, step.batch, piece.request, request.made + 1)
+    first = last = take_ends(s, step.batch)
+    if first == NONE:
+        return others
+    while s.requests[last].ends_with != NONE:
+        last = s.requests[last].ends_with
+    s.requests[last].ends_with = others
+    return first
 
 
 @helper
-def finish(s, lane, number):
+def finish(s, lane, number, id_):
     """End the requests that have their last token now. Requests of a static batch keep their slots."""
-    batch, id_ = s.batches[number], take_ends(s, number)
+    batch = s.batches[number]
     while id_ != NONE:
         drop(s, batch, id_)
         end(s, lane, id_)
@@ -445,10 +459,9 @@ def assume(s, lane, step):
     """Count tokens of a running step before it ends, as if a request ended only when it reaches its longest output."""
     batch = s.batches[step.batch]
     if step.does_decode:
-        batch.iteration += 1
+        advance(batch)
         batch.context += batch.decoding
-    join_encoded(s, lane, step, NONE)
-    lane.has_assumed, lane.assumed_ends = 1, take_ends(s, step.batch)
+    lane.has_assumed, lane.assumed_ends = 1, join_encoded(s, lane, step, NONE)
     id_ = lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]

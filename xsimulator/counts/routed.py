@@ -64,6 +64,10 @@ def replica(states, i):
         states.turns[0],
         states.due[i],
         states.sessions[i],
+        states.chains[i],
+        states.firsts[i],
+        states.keys[i],
+        states.keyed[i],
     )
 
 

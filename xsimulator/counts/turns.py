@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from xsimulator.counts.arrivals import NONE
+from xsimulator.counts.chains import evict_blocks
 from xsimulator.counts.compiled import helper
 
 FOREVER = np.iinfo(np.int64).max
@@ -105,7 +106,11 @@ def keep(s, lane, number, blocks):
 
 @helper
 def evict(s, lane):
-    """Evict blocks of the sessions that were used least recently, until the others fit."""
+    """Evict the blocks that were used least recently, in sessions those of one session together, until the others
+    fit."""
+    if lane.has_chains:
+        evict_blocks(s, lane)
+        return
     while lane.num_used + lane.num_kept > lane.blocks and lane.first_kept != NONE:
         session, excess = s.sessions[lane.first_kept], lane.num_used + lane.num_kept - lane.blocks
         if excess < session.kept:
@@ -134,9 +139,11 @@ def find(s, lane, id_, context):
 def grow(s, lane, batch, steps):
     """Give the decoding requests the blocks that they take within this number of steps."""
     size = len(s.grows)
+    lane.num_used -= batch.granted
     if steps >= size:
         for i in range(size):
             lane.num_used += steps // size * s.grows[i]
     for i in range(batch.iteration, batch.iteration + steps % size):
         lane.num_used += s.grows[i % size]
+    batch.granted = s.grows[batch.iteration % size]
     evict(s, lane)

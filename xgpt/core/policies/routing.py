@@ -3,13 +3,10 @@ another."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-
-import numpy as np
+from collections import OrderedDict
 
 from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.step_log import Chain
-from xgpt.core.workload import Ints, TraceLengths
 
 BLOCKS_A_KEY = 4
 """Number of K/V blocks for each key."""
@@ -50,26 +47,3 @@ class ReplicaRouter:
 
     def leave(self, number: int) -> None:
         self.load[number] -= 1
-
-
-def share_of_replica(trace: TraceLengths, plan: PlanDraft) -> TraceLengths:
-    """Return the requests of a trace that would be routed to the first replica of a plan."""
-    return trace if plan.replicas == 1 else trace.take(routed(trace, plan)[0])
-
-
-def routed(trace: TraceLengths, plan: PlanDraft) -> list[Ints]:
-    """Return for each replica of a plan the places of a trace's requests that would be routed to it.
-
-    As many requests run as in the plan: when a further request arrives, the oldest one ends. If the trace has no
-    prefixes, the replicas take turns."""
-    prefixes, places = trace.prefixes, np.arange(len(trace.input))
-    if plan.replicas == 1 or prefixes is None:
-        return [places[replica :: plan.replicas] for replica in range(plan.replicas)]
-    router, chosen = ReplicaRouter.of(plan), []
-    inside: deque[int] = deque()
-    for number, length in enumerate(trace.input.tolist()):
-        if len(inside) > plan.replicas * plan.estimate.decode_batch:
-            router.leave(inside.popleft())
-        inside.append(router.route(prefixes.chain(number, length, BLOCKS_A_KEY * plan.block_size)))
-        chosen.append(inside[-1])
-    return [places[np.asarray(chosen) == replica] for replica in range(plan.replicas)]

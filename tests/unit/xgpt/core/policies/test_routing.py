@@ -7,9 +7,12 @@ import pytest
 
 from tests.fakes import fake_plan
 from tools.structured import conversations, shared_prompts
-from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter, share_of_replica
+from xgpt.core.policies import routing
+from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.workload import TraceLengths
+from xsimulator.counts import homes
+from xsimulator.shares import routed, share_of_replica
 
 A, B = (b"a1", b"a2", b"a3"), (b"b1", b"b2")
 
@@ -51,6 +54,25 @@ def test_a_replica_finds_nearly_as_much_as_one_that_has_all_requests() -> None:
         in_turns = trace.take(np.arange(0, 6000, 4))
         assert found(mine, kept) > found(in_turns, kept) + 0.1
         assert found(mine, kept) > found(trace, 4 * kept) - 0.15
+
+
+@pytest.mark.parametrize("most_keys", [100, 131_072])
+def test_a_trace_is_routed_as_requests_are(most_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "MOST_KEYS", most_keys)
+    monkeypatch.setattr(routing, "MOST_KEYS", most_keys)
+    plan = fake_plan(replicas=3, block_size=16)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"decode_batch": 4.5})})
+    for make in (shared_prompts, conversations):
+        trace = make(400, np.random.default_rng(1))
+        assert trace.prefixes is not None
+        router, chosen = ReplicaRouter.of(plan), list[int]()
+        for number, length in enumerate(trace.input.tolist()):
+            if number > 13:  # as many as the plan's run
+                router.leave(chosen[number - 14])
+            chosen.append(router.route(trace.prefixes.chain(number, length, BLOCKS_A_KEY * plan.block_size)))
+        found = routed(trace, plan)
+        assert [own.tolist() for own in found] == [[i for i, at in enumerate(chosen) if at == r] for r in range(3)]
+        assert len(set(chosen)) == 3
 
 
 def test_one_replica_has_all_requests() -> None:
