@@ -3,7 +3,7 @@
     python -m benchmarks.same_plans [--against main] [--only contract]
 
 This compares the plans of every search of the scheduler benchmark, of the contract tests' problems, and of `xgpt.plan`
-and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` is left out. The other
+and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` and the hash over it are left out. The other
 commit's plans are stored in results/plans/COMMIT. The plans of this tree are made again, even after an interruption,
 unless --go-on is given."""
 
@@ -132,6 +132,8 @@ def text_of(make: Make) -> str:
     for kind, plan in plans.items():
         values = plan.model_dump(mode="json")
         del values["search"]["seconds"]
+        if values.get("recommendation"):
+            del values["recommendation"]["plan_sha256"]  # of a plan with its seconds
         texts[kind] = values
     return json.dumps(texts, indent=1) + "\n"
 
