@@ -3,9 +3,9 @@
     python -m benchmarks.same_plans [--against main] [--only contract]
 
 This compares the plans of every search of the scheduler benchmark, of the contract tests' problems, and of `xgpt.plan`
-and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` and the hash over it are left out. The other
-commit's plans are stored in results/plans/COMMIT. The plans of this tree are made again, even after an interruption,
-unless --go-on is given."""
+and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` and hashes over it are left
+out. The other commit's plans are stored in results/plans/COMMIT. The plans of this tree are made again, even after an
+interruption, unless --go-on is given."""
 
 from __future__ import annotations
 
