@@ -404,7 +404,7 @@ def test_one_lane(workers, checkpoint, alone, family, placement, kind, microbatc
             family,
             lanes,
             id=f"{family}-{lanes}",
-            marks=() if (family, lanes) in {("llama", "1+tp2"), ("t5", "2+1")} else pytest.mark.long,
+            marks=() if (family, lanes) == ("llama", "1+tp2") else pytest.mark.long,
         )
         for family in SHALLOW
         for lanes in LANES

@@ -38,7 +38,7 @@ def test_tokens_are_those_of_transformers(checkpoint, name, batching):
     assert run(build_engine(static_plan(directory), batching=batching)) == greedy(model)
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "t5-tied"])
+@pytest.mark.parametrize("name", few(["opt-tied", "t5-tied"]))
 def test_tokens_are_the_same_where_the_next_batch_fills_slots(checkpoint, name):
     directory, model = checkpoint(name)
     pinned = Pinned(policy="static", fixed={"row_batches": 2})
@@ -55,7 +55,7 @@ def test_tokens_are_the_same_where_the_next_batch_fills_slots(checkpoint, name):
     assert most == 2
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "t5-tied"])
+@pytest.mark.parametrize("name", few(["opt-tied", "t5-tied"]))
 def test_drawn_tokens_and_log_probabilities_are_those_of_the_flat_batch(checkpoint, name):
     found = {}
     for batching in ("flat", *LAYOUTS):
