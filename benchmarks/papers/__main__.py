@@ -125,11 +125,23 @@ JOINT_COMMAND = "python -m benchmarks.papers exegpt-joint orca-joint tcb-joint -
 
 def _beside(name: str, result: str, claims: Sequence[Claim]) -> list[list[str]]:
     """Return the rows of a part beside those of a result's other parts."""
-    kept: dict[str, list[list[str]]] = {part: [] for part in PARTS}
-    for row in stored("papers")[result].rows:
-        kept[row[0].strip("`")].append(row)
-    kept[name] = [[f"`{name}`", source.partition(" ")[2] or source, *row] for source, *row in rows_of(claims)]
-    return [row for part in PARTS for row in kept[part]]
+    kept = by_part(stored("papers")[result].rows) | {
+        name: [["", source.partition(" ")[2] or source, *row] for source, *row in rows_of(claims)]
+    }
+    for part, rows in kept.items():
+        if rows:
+            rows[0][0] = f"`{part}`"
+    return [row for part in PARTS for row in kept.get(part, [])]
+
+
+def by_part(rows: Iterable[Sequence[str]]) -> dict[str, list[list[str]]]:
+    """Return a result's rows by part, which its first row alone names."""
+    found: dict[str, list[list[str]]] = {}
+    part = ""
+    for row in rows:
+        part = row[0].strip("`") or part
+        found.setdefault(part, []).append(["", *row[1:]])
+    return found
 
 
 def _held(rows: Sequence[Sequence[str]]) -> int:
@@ -183,7 +195,8 @@ def _show(name: str, found: Sequence[Found]) -> None:
     for one in found:
         if isinstance(one, Claim):
             verdict = "holds" if one.holds else f"does not hold: {one.why}"
-            print(f"  {one.source:16} {one.what}: paper {one.paper}, ours {one.ours} ({one.held_if}): {verdict}")
+            goal = f" ({one.held_if})" * bool(one.held_if)
+            print(f"  {one.source:16} {one.what}: paper {one.paper}, ours {one.ours}{goal}: {verdict}")
         else:
             print(f"  {one.title}")
             for row in (one.columns, *one.rows):

@@ -74,7 +74,7 @@ def judged(source: str, what: str, paper: str, ours: str, held_if: str, holds: b
 
 
 def joint(source: str, what: str, paper: str, found: str, holds: bool, why: str = "") -> Claim:
-    return Claim(source, what, paper, found, "", bool(holds), why, taken_together=True)
+    return Claim(source, what, paper, found, "", bool(holds), "" if holds else why, taken_together=True)
 
 
 def edge(holds: Callable[[float], bool], outside: float, inside: float, precision: float) -> float:

@@ -109,8 +109,8 @@ def _largest(small: Sequence[Row], large: Sequence[Row]) -> Iterator[Claim]:
     """Compare the highest gains, and that of the paper's highest: GPT-3 175B, task G, the tightest bound (7.4)."""
     tightest = [row for row in large if (row.model, row.workload) == ("gpt3-175b", "code-generation")][::4]
     for source, what, paper, group, only in (
-        ("ExeGPT 7.3", "over FT, largest ratio of small and mid models", 5.4, small, None),
-        ("ExeGPT 7.4", "RRA over FT, largest ratio of large models", 15.2, large, "rra"),
+        ("ExeGPT 7.3", "over FT, largest ratio of small and mid models, in any case", 5.4, small, None),
+        ("ExeGPT 7.4", "RRA over FT, largest ratio of large models, in any case", 15.2, large, "rra"),
     ):
         known = [row for row in group if _over(row, only=only) is not None]
         top = max(known, key=lambda row: _over(row, only=only) or 0.0)
@@ -120,7 +120,7 @@ def _largest(small: Sequence[Row], large: Sequence[Row]) -> Iterator[Claim]:
             f"FT on {top.model}, {top.workload}, {_bound(top)}, here {top.ft_rps:.3g} req/s; holds at {least:.3g} to "
             f"{most:.3g}; {alike:.2f}x at p99's length"
         )
-        yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
+        yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why).with_own_goal()
     for row in tightest:
         ours, rra = _over(row, only="rra"), row.by_policy.get("rra", 0.0)
         yield judged(

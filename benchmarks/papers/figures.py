@@ -10,7 +10,6 @@ from tools import svg
 
 NUMBER = re.compile(r"[-+]?([0-9.]+) ?(%|x|s|req/s|GB|stages|minutes)?$")
 SHORTER = (
-    (", of all memory", ""),
     (", rate at twice a lone request's time per token", " at twice a lone request's time"),
     ("engines alone, ", ""),
 )
@@ -62,7 +61,7 @@ def _stated(paper: str, sources: tuple[str, ...]) -> str:
             for long, short in SHORTER:
                 label = label.replace(long, short)
             numbers = [float(one[1]) for one in read if one]
-            label = re.sub(r" \([^()]{2,}\)", "", f"{cells['source']}: {label}")
+            label = re.sub(r" \((?!measured)[^()]{2,}\)", "", f"{cells['source']}: {label}")
             rows[label[:66]] = (numbers[0], both[0]), (numbers[1], both[1])
     names = {"exegpt": "ExeGPT", "orca": "ORCA", "tcb": "TCB"}
     return svg.pairs(f"{names[paper]}: what its text states, and ours", rows, ("paper", "xgpt"))

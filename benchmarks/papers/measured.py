@@ -33,7 +33,7 @@ LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 """Models whose points ExeGPT counts (sec. 7.8)."""
 WHY_TABLE_5 = {
-    "waa.tp_devices": "how many micro-batches decode (unstated): fewer than stages leave stages idle; with at least as "
+    "waa.tp_devices": "how many micro-batches decode: fewer than stages leave stages idle; with at least as "
     "many: {}; holds at none tried",
     "waa.decode_microbatches": "idle stages, which more micro-batches fill, as in Figure 4 and against sec. 4.2; "
     "beyond one for each stage latency rises ({}); holds at none tried",
@@ -62,8 +62,8 @@ def table_5() -> Iterator[Found]:
     for i, (of, paper) in enumerate((("throughput", 97.0), ("latency", 96.0))):
         here = sum(row[f"broken_{of}"][1] for row in apart)
         allowed = (1 - paper / 100) * everything.steps[i] - (everything.broken[i, 1] - here)
-        why = "what decides waa.tp_devices and waa.decode_microbatches, two of the next rows, of whose points "
-        why += f"{here / num:.0%} are against it; holds at {allowed / num:.0%}"
+        why = f"what decides this part's last two rows: {here / num:.0%} of their points are against it; holds at "
+        why += f"{allowed / num:.0%}"
         share = float(everything.share(1)[i])
         yield at_least("ExeGPT Table 5", f"points monotone in {of} at 5%", paper, share, "%", why)
     for variable, tasks in TABLE_5.items():

@@ -107,19 +107,19 @@ def _at(found: Range | None, unit: str = "") -> str:
 def figures_9_to_12() -> Iterator[Found]:
     """Compute Figures 9 to 12. TTB's batches are divided at the lowest cost, and may be as large as TCB's."""
     overhead_s = profile(load_model("tcb-seq2seq")[0], load_cluster("v100x1"), "float16").overhead.seconds[0]
-    step = f"the fixed cost of a step (unstated), here {1e3 * overhead_s:.2g} ms; "
+    step = f"a step's fixed cost, here {1e3 * overhead_s:.2g} ms; "
     for source, what, paper, baseline, order, variance, which in FIGURES:
         ours = over(baseline, order, variance, which=which)
         if baseline == "TTB":
             most = sum(map(len, full_rows(ROWS, ROW_TOKENS, variance)[0]))
             found = caps_of(paper, order, variance, which)
-            why = f"the requests in TTB's batches (unstated), here TCB's {most}; {_at(found)}"
+            why = f"the requests in TTB's batches, here TCB's {most}; {_at(found)}"
         else:
-            why = f"{step}{_at(steps_of(paper, order, which), ' ms more')}; all rows: tcb-joint"
+            why = f"{step}{_at(steps_of(paper, order, which), ' ms more')}; tcb-joint"
         yield within(source, what, paper, ours, 1 - LEAST, "x", why)
     for name, rps in SATURATED_RPS.items():
         ours = served(name, "das")[0]
-        why = f"{step}{_at(steps_to_saturate(name), ' ms more')}; all rows: tcb-joint"
+        why = f"{step}{_at(steps_to_saturate(name), ' ms more')}; tcb-joint"
         what = f"requests a second of which {name} is saturated, das"
         yield within("TCB 6.2.1", what, rps, ours, SATURATED_WITHIN, "req/s", why)
     cases: tuple[tuple[AdmissionOrder, float], ...] = (("das", 20.0), ("fcfs", 20.0), ("fcfs", 100.0))
@@ -206,7 +206,7 @@ def slots() -> Iterator[Found]:
         )
         end = "holds at" if abs(seven / paper - 1) <= 1 - LEAST else "not at"
         why = (
-            f"the lengths of answers (unstated), here the prompts'; {end} geometric ones of mean 20 ({seven:.2f}x with "
+            f"the lengths of answers, here the prompts'; {end} geometric ones of mean 20 ({seven:.2f}x with "
             f"7 slots); not freed early: {kept:.2f}x"
         )
         yield within(source, f"slots over pure rows, {rows} rows", paper, best, 0.15, "x", why)
