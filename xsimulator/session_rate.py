@@ -22,7 +22,7 @@ from xgpt.core.workload import TraceLengths
 from xsimulator.benchmarked import times_at
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
-from xsimulator.session_routes import Route, counts_routes, run_routed
+from xsimulator.session_routes import Route, run_routed
 from xsimulator.sessions import TurnTimes, counted_turns, run_sessions, shared_tokens
 
 LARGEST_RUN = 60_000
@@ -31,8 +31,6 @@ what counts is whole samples."""
 LIFETIMES, STEADY = 4.0, 2.5
 """Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
 begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state."""
-MOST_ROUTED, LEAST_ROUTED = 800, 80
-"""Number of turns, and least number of sessions, of a run on several replicas that cannot be counted."""
 PRECISION = 0.02
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
@@ -40,15 +38,13 @@ SEED = 0
 
 
 @lru_cache(maxsize=8)
-def _begun(law: SessionLaw, burstiness: float, count: int, seed: int) -> tuple[TraceLengths, Floats]:
-    """Return sessions, and when they begin if one begins each second on average. # [sessions]"""
+def _begun(law: SessionLaw, burstiness: float, copies: int, seed: int) -> tuple[TraceLengths, Floats]:
+    """Return the sample's sessions again and again, and when they begin if one begins each second on average.
+    # [sessions]"""
     sample = sample_of(law, seed)
-    size = min(sample.turns.num_sessions, count // 4)
-    sample = sample.take(np.flatnonzero(sample.turns.session < size))
+    size = sample.turns.num_sessions
     starts_s = times_at(1.0, burstiness, size, np.random.default_rng(seed))
-    trace = repeated(sample, times := ceil(count / size))
-    begun_s = (starts_s + size * np.arange(times)[:, None]).ravel()
-    return trace.take(np.flatnonzero(trace.turns.session < count)), begun_s[:count]
+    return repeated(sample, copies), (starts_s + size * np.arange(copies)[:, None]).ravel()
 
 
 class SessionRun(NamedTuple):
@@ -61,7 +57,7 @@ class SessionTrial:
     """Simulates the sessions that begin at one replica of a plan, at any rate.
 
     Args:
-        route: simulate all replicas with this router instead.
+        route: simulate all replicas with this router instead. The plan must be one that `counts_routes`.
         keeps_nothing: whether every prompt is computed anew.
         from_host: whether turns load all K/V of their sessions from host memory (see `loads_s`). Sessions must not
             fork, and the plan must be one that can be counted."""
@@ -83,16 +79,14 @@ class SessionTrial:
         self.turns = turns_of(law)
         self._route = route
         sample = sample_of(law, seed)
-        count = 4 * sample.turns.num_sessions
-        if route is None or counts_routes(plan):
-            known = plan.estimate.capacity
-            turns_per_s = known.rate_per_s if known else plan.estimate.throughput_rps
-            share = 1 / plan.replicas if route is None else 1
-            needed = LIFETIMES * turns_per_s * share * float(sample.turns.pause_s.mean())
-            count *= max(1, min(ceil(needed / count), LARGEST_RUN // (4 * len(sample.input))))
-        else:
-            count = max(LEAST_ROUTED, 4 * int(MOST_ROUTED / self.turns / 4))
-        self.trace, self._starts_s = _begun(law, plan.constraint.burstiness, count, seed)
+        known, size = plan.estimate.capacity, 4 * sample.turns.num_sessions
+        turns_per_s = (known.rate_per_s if known else plan.estimate.throughput_rps) / (
+            plan.replicas if route is None else 1
+        )
+        needed = LIFETIMES * turns_per_s * float(sample.turns.pause_s.mean())
+        times = max(1, min(ceil(needed / size), LARGEST_RUN // (4 * len(sample.input))))
+        count = times * size
+        self.trace, self._starts_s = _begun(law, plan.constraint.burstiness, 4 * times, seed)
         if keeps_nothing:
             none = replace(self.trace.turns, common=np.zeros_like(self.trace.turns.common))
             self.trace = self.trace._replace(sessions=none)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from typing import Literal
 
-from xgpt.core import policies
-from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter
+from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import PlanDraft, Profile, StageLane
-from xgpt.core.schema.step_log import Chain, StepRecord
-from xgpt.core.turns import Chains
 from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.counts.routed import BY_LOAD, BY_PREFIX, BY_SESSION
-from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.run import clock_of
-from xsimulator.sessions import TurnTimes, counted_turns, logged_turns
+from xsimulator.sessions import TurnTimes, counted_turns
 
-MANY_BLOCKS = 150
-"""A mean prompt is simulated in at most about so many blocks."""
 Route = Literal["session", "prefix", "load"]
 """session: the replica of the session's first turn. prefix: the one that has the prompt, unless it is much busier
 (`ReplicaRouter`). load: the one with the fewest requests."""
@@ -28,7 +20,7 @@ KINDS: dict[Route, int] = {"session": BY_SESSION, "prefix": BY_PREFIX, "load": B
 
 
 def counts_routes(plan: PlanDraft) -> bool:
-    """Return whether sessions that do not fork can be simulated on all replicas by counts, not on slow engines."""
+    """Return whether sessions can be simulated on all replicas: if they do not fork, and steps can be counted."""
     law = plan.workload.sessions
     return law is not None and law.subagents is None and is_counted(plan)
 
@@ -40,55 +32,9 @@ def run_routed(
     route: Route,
     lanes: Mapping[StageLane, LaneCost] | None = None,
 ) -> TurnTimes:
-    """Run sessions whose first turns arrive at the trace's times on all replicas: by counts if possible, else on
-    simulated engines."""
+    """Run sessions whose first turns arrive at the trace's times on all replicas. The plan must be one that
+    `counts_routes`."""
     slack = ReplicaRouter.of(plan).slack
     counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace, KINDS[route], slack)
-    return routed_engines(plan, profile, trace, route) if counted is None else counted
-
-
-def routed_engines(plan: PlanDraft, profile: Profile, trace: TraceLengths, route: Route) -> TurnTimes:
-    larger = max(1, int(trace.input.mean()) // (MANY_BLOCKS * plan.block_size))
-    stages = tuple(stage.but(kv_blocks=stage.kv_blocks // larger) for stage in plan.stages)
-    plan = plan.but(block_size=larger * plan.block_size, stages=stages)
-    sessions = trace.turns
-    assert trace.timestamp_s is not None
-    chains = Chains(sessions, trace.input, trace.output, plan.block_size)
-    router = ReplicaRouter.of(plan) if route == "prefix" else ReplicaRouter(plan.replicas, float("inf"))
-    schedules = [policies.build(plan) for _ in range(plan.replicas)]
-    engines = [SimulatedEngine(each, clock_of(plan, profile, each), ()) for each in schedules]
-    outside, path_ns, longest = sessions.children(), round(1e9 * plan.request_path_s), int(trace.output.max())
-    due = [(int(1e9 * trace.timestamp_s[i]), i) for i in sessions.first.tolist()]
-    heapq.heapify(due)
-    inside, left, log = [0] * plan.replicas, list[tuple[int, int]](), list[StepRecord]()
-    while due or any(inside):
-        working = [i for i, count in enumerate(inside) if count]
-        first = min(working, key=lambda i: engines[i].now_ns, default=None)
-        if due and (first is None or due[0][0] <= engines[first].now_ns):
-            at_ns, turn = heapq.heappop(due)
-            while left and left[0][0] <= at_ns:
-                router.leave(heapq.heappop(left)[1])
-            prompt = chains.prompt(turn)
-            number = router.route(_key(route, int(sessions.session[turn]), prompt))
-            lengths = int(trace.input[turn]), longest, int(trace.output[turn])
-            request = SimulatedRequest(turn, *lengths, at_ns, chain=prompt, output_chain=chains.output(turn))
-            engines[number].submit(request)
-            engines[number].now_ns = max(engines[number].now_ns, 0 if inside[number] else at_ns)
-            inside[number] += 1
-            continue
-        assert first is not None
-        step = engines[first].step()
-        assert step is not None
-        log.append(step)
-        for id_ in step.finished:
-            inside[first] -= 1
-            heapq.heappush(left, (step.end_ns, first))
-            for child in outside.get(id_, ()):
-                heapq.heappush(due, (step.end_ns + path_ns + int(1e9 * sessions.pause_s[child]), child))
-    return logged_turns(plan, trace, log)
-
-
-def _key(route: Route, session: int, prompt: Chain) -> Chain:
-    if route == "prefix":
-        return prompt[BLOCKS_A_KEY - 1 :: BLOCKS_A_KEY]
-    return (session.to_bytes(8, "big"),) if route == "session" else ()
+    assert counted is not None
+    return counted

@@ -94,6 +94,8 @@ def _reader(block: Block) -> Callable[[Path], object] | None:
     """Return what reads a block of data."""
     if block.text.startswith("name: weekday"):
         return read_day
+    if "\nsessions:\n" in block.text:
+        return lambda path: load_workload(str(path)).sessions
     if "\nclasses:\n" in block.text:
         return lambda path: (load_workload(str(path)), load_classes(str(path)))
     if block.text.startswith("# name"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import xgpt
+from tests.contract.routed_engines import routed_engines
 from xgpt.core import policies
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import PlanDraft, Profile
@@ -21,7 +22,7 @@ from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
 from xsimulator.session_rate import loads_s
-from xsimulator.session_routes import Route, routed_engines, run_routed
+from xsimulator.session_routes import Route, run_routed
 from xsimulator.sessions import counted_turns, logged_turns, run_sessions
 
 LAW = {

@@ -73,8 +73,9 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
-        text = f"Yours: {now.rate_per_s:.3g} sessions/s; later turns find {100 * now.reused_by_turn[-1]:.0f}%"
-        yield ALWAYS, f"{text}, and sessions wait {now.wait_s:.3g} s in all."
+        finds = f"turn {len(now.reused_by_turn)} finds {100 * now.reused_by_turn[-1]:.0f}%"
+        text = f"Yours: {now.rate_per_s:.3g} sessions/s; {finds}, and sessions wait {now.wait_s:.3g} s in all"
+        yield ALWAYS, f"{text}."
     if found.gain is not None:
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
@@ -140,8 +141,10 @@ WORTH_IT = 0.02
 
 def session_lines(found: SessionEstimate) -> Iterator[str]:
     """Yield what turns find in the cache, and what keeping it gains."""
-    last = found.reused_by_turn[-1]
-    text = f"Turns find {100 * found.reused_by_turn[0]:.0f}% of their first prompt and {100 * last:.0f}% of later ones"
+    first, *later = (f"{100 * share:.0f}%" for share in found.reused_by_turn)
+    text = f"Turns find {first} of their first prompt"
+    if later:
+        text += f" and {later[-1]} of prompt {1 + len(later)}"
     if found.kept_tokens >= 1:
         text += f" in {found.kept_tokens:,.0f} tokens kept between turns"
     if found.alone_per_s is not None and found.alone_per_s > 0:

@@ -19,7 +19,7 @@ from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
-from xsimulator.session_rate import MOST_ROUTED, SessionTrial, per_session, session_capacity
+from xsimulator.session_rate import SessionTrial, per_session, session_capacity
 from xsimulator.session_routes import Route, counts_routes
 
 
@@ -64,8 +64,6 @@ def with_capacity(
 
 
 ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
-MOST_STEPS = 60_000
-"""Routers of sessions that fork are compared in at most so many steps of simulated engines, 15,000 of them a second."""
 COARSE, FINE, FULL = 0.1, 0.02, 0.99
 """FULL: share of what could be found, above which a host's memory cannot help."""
 
@@ -90,7 +88,7 @@ def in_sessions(
         alone = SessionTrial(plan, profile, keeps_nothing=True).highest(rate, COARSE)
         routed = (
             {route: _under(plan, profile, route, rate) for route in ROUTES}
-            if plan.replicas > 1 and (counts_routes(plan) or _is_short(plan))
+            if plan.replicas > 1 and counts_routes(plan)
             else {}
         )
         sessions = sessions.but(alone_per_s=alone, routed=routed)
@@ -109,11 +107,6 @@ def _offloaded(plan: PlanDraft, profile: Profile, sessions: SessionEstimate) -> 
     return sessions.but(
         from_host_per_s=rate, host_bytes=round(tokens * plan.model.kv_bytes_per_token(plan.precision.kv))
     )
-
-
-def _is_short(plan: PlanDraft) -> bool:
-    steps = MOST_ROUTED * plan.workload.output.mean / max(plan.estimate.decode_batch, 1.0)
-    return steps < MOST_STEPS
 
 
 def _under(plan: PlanDraft, profile: Profile, route: Route, rate: float) -> tuple[float, float]:
