@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
+from tests.rings import few
 from xgpt.core.io import cache_dir, load_json, sha256
 from xgpt.core.schema import Plan, Profile
 from xprofiler import analytic
@@ -31,7 +32,7 @@ def arguments(key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("theirs", OF)
-@pytest.mark.parametrize("ours", OF)
+@pytest.mark.parametrize("ours", few(OF, 2))
 def test_a_profile_of_something_else_is_refused(xgpt: Xgpt, ours: str, theirs: str) -> None:
     assert xgpt("profile", *arguments(theirs), "-o", "profile.json").code == 0
     plan = ["plan", "--latency-bound", "inf", *arguments(ours), "--profile", "profile.json", "--policy", "orca"]

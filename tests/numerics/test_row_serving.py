@@ -129,7 +129,7 @@ def is_held(schedule, id_) -> bool:
 
 
 @pytest.mark.parametrize("name", few(["opt-tied", "t5-tied", "llama-grouped"]))
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), ("int8", None), ("float32", "bfloat16")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), few([("float32", "bfloat16"), ("bfloat16", None), ("int8", None)]))
 def test_rows_keep_what_the_plan_counts(checkpoint, name, dtype, kv_dtype, monkeypatch):
     """They kept float32: up to twice the memory of a plan whose keys and values are bfloat16."""
     plan = rounded_plan(checkpoint(name)[0], dtype, kv_dtype)

@@ -76,7 +76,7 @@ def ids(tokens: list[Token]) -> list[int]:
     return [token.token for token in tokens]
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA, GROUPS], ids=["one lane", "waa", "prefill groups"])
+@pytest.mark.parametrize("plan", few([GROUPS, ORCA, WAA]), ids=["prefill groups", "one lane", "waa"])
 def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: Start) -> None:
     engine = start(plan)
     submit(engine, PROMPTS)

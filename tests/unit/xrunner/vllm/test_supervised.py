@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rings import few
 from xrunner.vllm.process import package_path, started
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,7 +63,7 @@ def parent(lock: Path) -> Iterator[subprocess.Popen[str]]:
                 process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGINT]))
 def test_no_process_outlives_its_starter(how: signal.Signals, tmp_path: Path) -> None:
     with parent(tmp_path / "lock") as process:
         process.send_signal(how)

@@ -34,7 +34,7 @@ def test_waa_is_the_better_of_its_two_allocations(both):
     assert encoding["waa-c"] >= encoding["waa-m"]
 
 
-@pytest.mark.parametrize(("kind", "allocation"), [("waa-c", "compute"), ("waa-m", "memory")])
+@pytest.mark.parametrize(("kind", "allocation"), few([("waa-c", "compute"), ("waa-m", "memory")]))
 def test_each_allocation_can_be_asked_for(both, kind, allocation):
     (alone,) = plans_of(cluster="a40x8", policy=kind).values()
     assert alone.policy.kind == "waa" and alone.policy.allocation == allocation
