@@ -103,11 +103,13 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
+        """Return the times of the first table with each group. If a later table has the same kernel, the shorter times
+        count, as within a table: whoever measured the longer ones lacked the kernel's sizes for this device."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
-        found: Curves = {}
+        found, sources = Curves(), dict[tuple[int, int], tuple[str, ...]]()
         for path in paths:
-            rows = self._tables.read(path, EXPERT_COLUMNS)
+            rows = self._tables.read(path, EXPERT_COLUMNS, ("kernel_source",))
             chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == experts.number)
             for name, value in wanted:
                 chosen &= rows[name] == value
@@ -115,10 +117,16 @@ class ExpertTable:
             if routing is None:
                 continue
             chosen &= rows["distribution"] == routing
-            curves = _of_groups({name: column[chosen] for name, column in rows.items()})
-            if curves.keys() - found.keys():
-                self._tables.note("moe", path)
-            found = {group: (routing, *curve) for group, curve in curves.items()} | found
+            source = routing, *sorted(set(rows.get("kernel_source", np.asarray([str(path)] * len(chosen)))[chosen]))
+            for group, (points, seconds) in _of_groups({name: column[chosen] for name, column in rows.items()}).items():
+                if group not in found:
+                    found[group], sources[group] = (routing, points, seconds), source
+                    self._tables.note("moe", path)
+                elif sources[group] == source:
+                    _, own, known = found[group]
+                    inside = (own >= points[0]) & (own <= points[-1])
+                    shorter = np.minimum(known, np.interp(own, points, seconds))
+                    found[group] = routing, own, np.where(inside, shorter, known)
         return found
 
     @property

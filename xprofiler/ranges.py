@@ -1,11 +1,11 @@
 """Compute the likely range of a predicted figure from the errors of earlier predictions of published measurements.
 
-`configs/errors.json` contains the ratios of measured to predicted values for each quantity, group of measurements (a
-model in one format on one device in one engine) and cell (load, engine, family of models, device, source of step
-times). `python -m benchmarks.truth --errors` writes it. A figure's range comes from the ratios of its cell, in which
-each group has the same weight. If the groups are too few, those of similar cells are added, and the range is widened.
-`--coverage` states how many figures of a group lie in the ranges that all other groups give. `configs/beyond.json`
-(`--beyond`) has the errors of predictions that were fitted to another load."""
+`configs/errors.json` contains the ratios of measured to predicted values for each quantity, source (a document, or one
+campaign with one model) and cell. `python -m benchmarks.truth --errors` writes it. A figure's range comes from the
+ratios of its cell, in which each source has the same weight. If the sources are too few, those of similar cells are
+added, and the range is widened. docs/results/truth.md states how many figures of a source lie in the ranges that all
+other sources give. `configs/beyond.json` (`--beyond`) has the errors of predictions that were fitted to another load.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xgpt.core.io import configs_dir
 from xgpt.core.schema import ModelSpec, PlanDraft
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
-LEAST_ROWS, LEAST_GROUPS = 12, 3
+LEAST_ROWS, LEAST_SOURCES = 12, 3
 INSIDE = (0.05, 0.95)
 UNKNOWN = (0.5, 2.0)
 """Range if there are too few ratios, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("load", "engine", "family", "device", "profile"), 1.0),
-    (("load", "engine", "family", "vendor", "profile"), 1.0),
+    (("load", "engine", "family", "level", "vendor", "profile"), 1.0),
+    (("load", "family", "level", "vendor", "profile"), 1.0),
     (("load", "family", "vendor", "profile"), 1.15),
     (("family", "vendor", "profile"), 1.3),
     (("load", "vendor", "profile"), 1.5),
@@ -40,17 +40,24 @@ BORROWED = 1.25
 efficiencies."""
 
 
+LEVELS = {8: "up to 8 requests", 64: "9 to 64 requests", 2**31: "over 64 requests"}
+"""Classes of load, by the largest number of requests that a replica has at once."""
 MODELS = {"dense": "dense models", "experts": "mixtures of experts", "hybrid": "models with recurrent layers"}
 
 
 class Cell(NamedTuple):
-    """A class of predictions with similar errors."""
+    """A class of predictions with similar errors.
+
+    Attributes:
+        profile: source of the step times.
+        level: one of `LEVELS`."""
 
     load: str
     engine: str
     family: str
     device: str
     profile: str
+    level: str
 
     @property
     def vendor(self) -> str:
@@ -66,6 +73,11 @@ class Likely(NamedTuple):
     shared: str
 
 
+def level_of(running: float) -> str:
+    """Return the class of a load with this number of requests at once on a replica."""
+    return next(level for most, level in LEVELS.items() if running <= most)
+
+
 Errors = dict[str, list[tuple[Cell, str, list[float]]]]
 
 
@@ -77,8 +89,8 @@ def _shipped() -> Errors:
 
 def errors_in(text: str) -> Errors:
     found: Errors = {}
-    for *cell, group, quantity, ratios in json.loads(text):
-        found.setdefault(quantity, []).append((Cell(*cell), group, ratios))
+    for *cell, source, quantity, ratios in json.loads(text):
+        found.setdefault(quantity, []).append((Cell(*cell), source, ratios))
     return found
 
 
@@ -91,14 +103,24 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
         same: dict[str, list[float]] = {}
-        for other, group, ratios in known.get(quantity, ()):
+        for other, source, ratios in known.get(quantity, ()):
             if all(getattr(other, name) == getattr(cell, name) for name in names):
-                same.setdefault(group, []).extend(ratios)
+                same.setdefault(source, []).extend(ratios)
         rows = sum(map(len, same.values()))
-        if rows >= LEAST_ROWS and len(same) >= LEAST_GROUPS:
+        if rows >= LEAST_ROWS and len(same) >= LEAST_SOURCES:
             low, high = within(list(same.values()), factor * (BORROWED if borrowed else 1.0))
             return Likely(low, high, rows, _in_words(cell, names))
     return Likely(*UNKNOWN, 0, "")
+
+
+@cache
+def rows_of(**of_cell: str) -> int:
+    """Return the number of published rows with these fields of a cell, without those on separate devices."""
+    return sum(
+        len(ratios)
+        for cell, _, ratios in _shipped().get("throughput", ())
+        if all(getattr(cell, name) == value for name, value in of_cell.items())
+    )
 
 
 def beyond(quantity: Quantity, times: float) -> float:
@@ -126,7 +148,7 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     words = {
         "family": f" of {MODELS[cell.family]}",
         "vendor": f" on {cell.vendor}" if cell.vendor == "AMD" else "",
-        "device": f" on {cell.device}",
+        "level": f" with {cell.level} at once",
         "engine": f" in {cell.engine}",
         "load": f" under {cell.load.replace(' ', '-')} load" if "loop" in cell.load else f" served {cell.load}",
         "profile": planned.get(cell.profile, f", planned from {cell.profile} profiles"),
@@ -134,15 +156,15 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     return "".join(text for name, text in words.items() if name in names)
 
 
-def within(groups: list[list[float]], factor: float = 1.0) -> tuple[float, float]:
-    """Return a range around the median of the groups' ratios, `factor` times as wide as that between their quantiles
-    `INSIDE`. With few groups, it is wider."""
-    logs = np.log([ratio for ratios in groups for ratio in ratios])
-    weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in groups])
+def within(sources: list[list[float]], factor: float = 1.0) -> tuple[float, float]:
+    """Return a range around the median of the sources' ratios, `factor` times as wide as that between their quantiles
+    `INSIDE`. With few sources, it is wider."""
+    logs = np.log([ratio for ratios in sources for ratio in ratios])
+    weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in sources])
     order = np.argsort(logs)
     below = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     low, middle, high = np.interp((INSIDE[0], 0.5, INSIDE[1]), below, logs[order])
-    edge = log(1 + 0.5 / len(groups))  # another group may differ much more
+    edge = log(1 + 0.5 / len(sources))  # another source may differ much more
     return exp(middle + factor * (low - middle) - edge), exp(middle + factor * (high - middle) + edge)
 
 
@@ -160,4 +182,5 @@ def cell_of(plan: PlanDraft) -> Cell | None:
     load = "disaggregated" if two_lanes else "open loop" if plan.constraint.maximises_arrivals else "closed loop"
     family = family_of(plan.model)
     framework = "xgpt" if plan.engine is None else plan.engine.framework
-    return Cell(load, framework, family, plan.cluster.device.name, plan.profile.source)
+    level = level_of(plan.estimate.decode_batch)
+    return Cell(load, framework, family, plan.cluster.device.name, plan.profile.source, level)

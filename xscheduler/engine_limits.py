@@ -8,7 +8,8 @@ GROUPED = ("fp8_block", "int4")
 """Weight formats with one scale for each block or group of weights. No block or group may be divided among devices."""
 
 SHARING = ("vllm", "sglang")
-"""Engines in which several replicas can share the experts of a layer."""
+"""Engines for which xgpt models replicas that share the experts of a layer. TensorRT-LLM's enable_attention_dp shares
+them, too."""
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
@@ -28,7 +29,8 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
             return reason
     if ep > tp and (engine is None or engine.framework not in SHARING):
         return (
-            f"ep {ep} exceeds the replica's tp, {tp}, and only {' and '.join(SHARING)} can share experts among replicas"
+            f"ep {ep} exceeds the replica's tp, {tp}: xgpt models experts that replicas share (attention by data) only "
+            f"for {' and '.join(SHARING)}"
         )
     return None
 

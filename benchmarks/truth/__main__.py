@@ -21,10 +21,11 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.truth.order import beyond, choices, ranks
+from benchmarks.truth.order import beyond
+from benchmarks.truth.page import write_page
 from benchmarks.truth.places import SOURCES
-from benchmarks.truth.score import coverage, errors_of, table
-from benchmarks.truth.sources import Row
+from benchmarks.truth.score import errors_of, table
+from benchmarks.truth.sources import Row, Setting
 from xprofiler.ranges import Cell
 
 QUICK = 60
@@ -45,19 +46,14 @@ def main() -> None:
         "--again", type=Path, action="append", help="use rows that --json wrote earlier instead of new ones"
     )
     parser.add_argument(
-        "--coverage",
-        action="store_true",
-        help="print how many figures of each group lie in the ranges that all other groups give",
-    )
-    parser.add_argument(
         "--beyond", type=Path, help="write errors after a fit to another load, in the form of configs/beyond.json"
     )
-    parser.add_argument("--ranks", action="store_true", help="print how settings are ordered and chosen")
+    parser.add_argument("--page", action="store_true", help="write docs/results/truth.md")
     options = parser.parse_args()
     rows: list[Row] = []
     for path in options.again or ():
         rows += [
-            Row(**of | {"cell": of["cell"] and Cell(*of["cell"])})
+            Row(**of | {"cell": of["cell"] and Cell(*of["cell"]), "setting": of["setting"] and Setting(*of["setting"])})
             for of in json.loads(path.read_text(encoding="utf-8"))
         ]
     for source in () if options.again else SOURCES:
@@ -84,12 +80,10 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if options.errors:
         options.errors.write_text(errors_of(rows), encoding="utf-8")
-    if options.coverage:
-        print(coverage(rows))
     if options.beyond:
         options.beyond.write_text(beyond(rows), encoding="utf-8")
-    if options.ranks:
-        print(ranks(rows, options.measured), choices(rows, options.measured), sep="\n\n")
+    if options.page:
+        write_page(rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, closed_loop, needs
-from benchmarks.truth.sources import Figures, Row, cell_of, predicted, read, skew_of, thinned
+from benchmarks.truth.sources import Figures, Row, Setting, cell_of, predicted, read, skew_of, thinned
+from xprofiler.ranges import family_of
 
 WIDTHS = {"isl": 1.3, "osl": 1.0}
 """Standard deviations of the logarithm of ShareGPT's lengths."""
@@ -28,6 +29,13 @@ SPREADS = {"uniform": 1.0, "ix": 1 / 9}
 """Half the width of a uniform distribution of lengths, as a share of the mean."""
 
 
+WARMED = ("sgl-cookbook", "SGLang PR", "tt-inference-server", "vLLM")
+"""Documents whose tools (vLLM's and SGLang's benchmarks) send the first prompt once before they measure. The
+engines cache prefixes by default."""
+OTHER_KERNELS = {"sgl-cookbook GLM-4.7-Flash": "its command has --attention-backend triton, which has no step times"}
+WITH_STATES = (("schedules_ahead", False),)
+"""SGLang 0.5.4 to 0.5.10 turns its overlap schedule off for recurrent layers unless --disable-radix-cache or
+--mamba-scheduler-strategy extra_buffer is given (server_args.py)."""
 COLUMNS = {"throughput": "rps", "TPOT": "tpot", "TTFT": "ttft"}
 
 
@@ -40,19 +48,25 @@ def rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[
         key = raw["model"], raw["stored"], raw["engine"]
         is_given[raw["id"]] = (sources.index(raw["source"]) if path.stem.endswith("_b") else seen[key]) % 2 == 0
         seen[key] += 1
+    name = f"closed loops 2026{', b' if path.stem.endswith('_b') else ''}"
     for raw in thinned(raws, most):
         measured = {name: float(raw[column]) for name, column in COLUMNS.items() if raw[column]}
         group = f"{raw['model']} {raw['stored'] or raw['dtype']} {raw['cluster']} {raw['engine']}"
-        row = Row("closed loops 2026", group, is_given[raw["id"]], measured, note=raw["id"], why_not=raw["skip"])
-        if not raw["skip"]:
+        skip = raw["skip"] or OTHER_KERNELS.get(raw["source"], "")
+        row = Row(name, group, is_given[raw["id"]], measured, note=raw["id"], why_not=skip)
+        if not skip:
             served = _served(raw, is_imported=is_imported)
             found, why_not = predicted(partial(_predict, served, raw))
-            row = replace(row, predicted=found, why_not=why_not, cell=cell_of(served, "closed loop"))
+            cell = cell_of(served, "closed loop", int(raw["clients"]))
+            lengths = (round(float(raw[column])) for column in WIDTHS)
+            sizes = (int(raw[column]) for column in ("clients", "tp", "ep"))
+            setting = Setting(raw["model"], raw["stored"] or raw["dtype"], *lengths, *sizes)
+            row = replace(row, predicted=found, why_not=why_not, cell=cell, document=raw["source"], setting=setting)
         yield row
 
 
 def _served(raw: dict[str, str], *, is_imported: bool) -> Served:
-    return Served(
+    served = Served(
         raw["model"],
         raw["cluster"],
         cast(Any, raw["dtype"]),
@@ -67,16 +81,21 @@ def _served(raw: dict[str, str], *, is_imported: bool) -> Served:
         kv_dtype=cast(Any, raw["kv"] or None),
         skew=skew_of(raw["model"]),
     )
+    if served.spec.framework == "sglang" and family_of(served.model_spec) == "hybrid":
+        return replace(served, changes=(*served.changes, *WITH_STATES))
+    return served
 
 
 def _predict(served: Served, raw: dict[str, str]) -> Figures:
     inputs, outputs = (_lengths(raw, name, np.random.default_rng(i)) for i, name in enumerate(WIDTHS))
     needs(served, max(inputs) + max(outputs))
-    times = closed_loop(served, int(raw["clients"]), inputs, outputs)
+    is_warm = raw["source"].startswith(WARMED)
+    cached = [inputs[0] - 1, *[0] * (len(inputs) - 1)] if is_warm else ()
+    times, end_s = closed_loop(served, int(raw["clients"]), inputs, outputs, cached)
     found = {
-        "throughput": len(inputs) / float(times.end_s.max()),
-        "TPOT": float(np.mean(times.gap_s)),
-        "TTFT": float(np.mean(times.first_s)),
+        "throughput": len(inputs) / end_s,
+        "TPOT": float(np.mean(times.tpot_s)),
+        "TTFT": float(np.mean(times.ttft_s)),
     }
     return {name: found[name] for name, column in COLUMNS.items() if raw[column]}
 

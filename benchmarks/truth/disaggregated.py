@@ -39,7 +39,8 @@ def rows(path: Path, most: int | None) -> Iterator[Row]:
             continue
         encode, decode = (_served(raw, lane) for lane in ("prefill", "decode"))
         found, why_not = predicted(partial(_predict, raw, encode, decode, measured["TTFT"]))
-        yield replace(row, predicted=found, why_not=why_not, cell=cell_of(decode, "disaggregated"))
+        cell, document = cell_of(decode, "disaggregated", _own_clients(raw)), f"{decode.model}, disaggregated"
+        yield replace(row, predicted=found, why_not=why_not, cell=cell, document=document)
 
 
 def _why_not(raw: dict[str, str]) -> str | None:
@@ -80,27 +81,34 @@ def _served(raw: dict[str, str], lane: str) -> Served:
 
 
 def _predict(raw: dict[str, str], encode: Served, decode: Served, measured_first_s: float) -> Figures:
-    clients = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
-    num_decode = count_of(raw["decode_num_workers"])
-    num_clients = int(clients[1]) if clients else num_decode * count_of(raw["decode_batch_size"])
-    own = max(1, round(num_clients / num_decode))
+    num_clients = _clients(raw)
+    own = _own_clients(raw)
     inputs, outputs = [count_of(raw["isl"])] * 4 * own, [count_of(raw["osl"])] * 4 * own
     cached = [length - 1 for length in inputs]
     is_known = bool(raw["prefill_num_workers"])
     first_s = _alone_s(encode, inputs[0]) if is_known else measured_first_s
     gap_s = 0.0
     for _ in range(ROUNDS if is_known else 1):
-        times = closed_loop(decode, own, inputs, outputs, cached, path_s=first_s)
-        gap_s = float(np.mean(times.gap_s))
+        times, _ = closed_loop(decode, own, inputs, outputs, cached, path_s=first_s)
+        gap_s = float(np.mean(times.tpot_s))
         if is_known:  # requests arrive at the encoding groups as often as they end
             rate = num_clients / (first_s + outputs[0] * gap_s) / count_of(raw["prefill_num_workers"])
             most = 0.98 / _alone_s(encode, inputs[0])
             waits = open_loop(encode, min(rate, most), (inputs[0], 1), [0] * 400, seed=0)
-            first_s = float(np.mean(waits.first_s))
+            first_s = float(np.mean(waits.ttft_s))
             if rate > most:  # the encoding groups are full, and all other clients wait for them
                 first_s = max(first_s, num_clients / (most * count_of(raw["prefill_num_workers"])) - outputs[0] * gap_s)
     return {"TPOT": gap_s, "TTFT": first_s} if is_known else {"TPOT": gap_s}
 
 
+def _clients(raw: dict[str, str]) -> int:
+    stated = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
+    return int(stated[1]) if stated else count_of(raw["decode_num_workers"]) * count_of(raw["decode_batch_size"])
+
+
+def _own_clients(raw: dict[str, str]) -> int:
+    return max(1, round(_clients(raw) / count_of(raw["decode_num_workers"])))
+
+
 def _alone_s(encode: Served, length: int) -> float:
-    return float(np.mean(closed_loop(encode, 1, [length] * 3, [1] * 3).first_s))
+    return float(np.mean(closed_loop(encode, 1, [length] * 3, [1] * 3)[0].ttft_s))

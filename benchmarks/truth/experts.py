@@ -41,13 +41,13 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
 LAUNCHES_FITTED = ("gpt-oss-120b", "kimi-k2.5")
 """Models to whose rows vLLM's time of a launch was fitted."""
 NVFP4: dict[str, Stored] = {
-    "kimi-k2.5": "nvfp4",
-    "minimax-m2": "nvfp4",
-    "deepseek-v3": "nvfp4",
-    "glm-5": "nvfp4",
+    "kimi-k2.5": "nvfp4_experts",
+    "minimax-m2": "nvfp4_ffn",
+    "deepseek-v3": "nvfp4_ffn",
+    "glm-5": "nvfp4_ffn",
     "qwen3.5-397b-a17b": "nvfp4_experts",
 }
-"""The format of NVIDIA's 4-bit checkpoints."""
+"""The format of NVIDIA's 4-bit checkpoints (`exclude_modules` of their hf_quant_config.json)."""
 TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "9999"
 """First days of the scripts for DeepSeek with multi-token prediction."""
 DEVICES = 8

@@ -98,7 +98,8 @@ def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
         budget, receives = 8192, 10
     version = re.match(r"\d+\.\d+\.\d+", raw["backend_version"])
     named = (("version", version[0]),) if version else ()
-    return Started(ep, budget, kv_dtype, (*named, ("receive_steps", receives)))
+    # --disable-radix-cache: no states of prefixes are kept.
+    return Started(ep, budget, kv_dtype, (*named, ("receive_steps", receives), ("state_copies", 1)))
 
 
 def _of_trtllm(raw: dict[str, str], model: str, tp: int, ep: int, day: str) -> Started:

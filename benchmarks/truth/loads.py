@@ -5,30 +5,48 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.checkpoints.files import spec_of
 from xgpt.core.errors import InputError
 from xgpt.core.policies import LaneSettings, as_run_by, lane_settings
-from xgpt.core.schema import Block, ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
+from xgpt.core.schema import (
+    Block,
+    ChunkedSettings,
+    DType,
+    EngineSpec,
+    ModelSpec,
+    Part,
+    Precision,
+    Profile,
+    Quantization,
+)
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported
+from xsimulator import benchmarked
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts.arrivals import Kv, Stream
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.measures import RequestTimes
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import whole
 
-Floats = npt.NDArray[np.float64]
-NEVER_NS = 2**62
-Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8", "nvfp4", "nvfp4_experts"]
-"""Formats of all weights. fp8_unscaled: without stored scales of activations. nvfp4: all weights except attention's, as
-in NVIDIA's checkpoints. nvfp4_experts: only routed experts."""
+Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8", "nvfp4", "nvfp4_ffn", "nvfp4_experts"]
+"""Formats of all weights. fp8_unscaled: without stored scales of activations. nvfp4_ffn: all but attention's.
+nvfp4_experts: only routed experts."""
+OF_STATES = 0.9 / 1.9
+"""Share of SGLang's memory for states of recurrent layers (--mamba-full-memory-ratio's default), which limits how many
+requests run."""
+KEPT: dict[Stored, tuple[Part, ...]] = {
+    "nvfp4": (),
+    "nvfp4_ffn": ("attention",),
+    "nvfp4_experts": ("attention", "dense", "shared"),
+}
+"""Parts that a format in four bits leaves in half precision."""
 OFFICIAL = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
 """Fields of config.json of models that xgpt does not ship."""
 
@@ -84,12 +102,18 @@ class Served:
 
     @property
     def lane(self) -> LaneSettings:
-        rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
+        rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self._memory[1]), 0.0, 0.0)
         return as_run_by(self.spec, rule)
 
     @property
     def kv(self) -> Kv:
         """Return the K/V memory, in blocks."""
+        model = self.spec
+        return Kv(self._memory[0], model.block_size, model.admits_by_use and model.mixes)
+
+    @cached_property
+    def _memory(self) -> tuple[int, int]:
+        """Blocks of K/V beside the states of recurrent layers, and the largest number of requests in a step."""
         spec = self.model_spec
         cluster, model = load_cluster(self.cluster), self.spec
         if model.memory_share is not None:
@@ -97,9 +121,10 @@ class Served:
             cluster = cluster.model_copy(update={"device": device})
         precision = Precision.of(self.dtype, cluster.device.type, model.framework, self.kv_dtype)
         memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), model.block_size, model)
-        by_use = model.admits_by_use and model.mixes
-        states = self.max_batch * memory.request_blocks  # of recurrent layers
-        return Kv(int(memory.blocks_beside(self.token_budget)[0] - states), model.block_size, by_use)
+        blocks, most = float(memory.blocks_beside(self.token_budget)[0]), self.max_batch
+        if memory.request_blocks and model.framework == "sglang":
+            most = min(most, int(OF_STATES * blocks / memory.request_blocks))
+        return int(blocks - most * memory.request_blocks), most
 
 
 class Made(NamedTuple):
@@ -131,8 +156,7 @@ def _engine(name: str, changes: tuple[tuple[str, Any], ...]) -> EngineSpec:
 def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
     spec = spec_of(OFFICIAL[name], name) if name in OFFICIAL else load_model(name)[0]
     if stored is not None and stored.startswith("nvfp4"):
-        kept = ("attention",) if stored == "nvfp4" else ("attention", "dense", "shared")
-        spec = spec.model_copy(update={"quantization": Quantization(kind="nvfp4", kept=kept)})
+        spec = spec.model_copy(update={"quantization": Quantization(kind="nvfp4", kept=KEPT[stored])})
     elif stored is not None:
         quantization = {"kind": stored.removesuffix("_unscaled"), "finds_scales": stored.endswith("_unscaled")}
         spec = spec.model_copy(update={"quantization": Quantization.model_validate(quantization)})
@@ -160,23 +184,6 @@ def _cost(served: Made, tp: int, ep: int) -> LaneCost:
     return LaneCost(served.spec, _profile(served), whole(served.spec, tp, ep), engine=served.engine_spec)
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of each request from its arrival at the server, and between its tokens. # [requests]
-
-    Attributes:
-        end_s: time of the last token, from the start of the run."""
-
-    first_s: Floats
-    whole_s: Floats
-    outputs: Floats
-    end_s: Floats
-
-    @property
-    def gap_s(self) -> Floats:
-        return (self.whole_s - self.first_s) / np.maximum(self.outputs - 1, 1)
-
-
 def closed_loop(
     served: Served,
     clients: int,
@@ -184,20 +191,20 @@ def closed_loop(
     outputs: Sequence[int],
     cached: Sequence[int] = (),
     path_s: float | None = None,
-) -> Times:
-    """Return the times of the requests of `clients` clients that all start at the same time.
+) -> tuple[RequestTimes, float]:
+    """Return the times of the requests of `clients` clients that all start at the same time, and when the last one
+    ends, in seconds.
 
     Args:
         cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]
         path_s: seconds of a request outside of the engine. None means the engine's default."""
-    if path_s is None:
-        path_s = served.path_s(float(np.mean(inputs)))
-    arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
-    run = _ran(served, Stream(inputs, outputs, outputs, arrivals, cached), clients=clients, path_ns=round(1e9 * path_s))
-    return _times(run, run.state.requests["arrival_ns"].tolist(), outputs, path_s)
+    path_s = served.path_s(float(np.mean(inputs))) if path_s is None else path_s
+    return benchmarked.closed_loop(served.lane, served.cost, served.kv, (inputs, outputs), clients, path_s, cached)
 
 
-def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cached: Sequence[int], seed: int) -> Times:
+def open_loop(
+    served: Served, rate_per_s: float, lengths: tuple[int, int], cached: Sequence[int], seed: int
+) -> RequestTimes:
     """Return the times of requests of equal lengths that arrive in a Poisson process.
 
     Args:
@@ -206,7 +213,8 @@ def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cache
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
     inputs, outputs = ([length] * len(cached) for length in lengths)
     stream = Stream(inputs, outputs, lengths[1], arrivals, cached)
-    return _times(_ran(served, stream), arrivals, outputs, path_s)
+    run = _ran(served, stream)
+    return RequestTimes.of_ns(np.asarray(arrivals), run.first_ns, run.end_ns, outputs).later(path_s)
 
 
 def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -> float:
@@ -215,15 +223,10 @@ def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -
     return sum(outputs) / max(run.end_ns) * 1e9
 
 
-def _ran(served: Served, stream: Stream, **how: Any) -> OneLaneRun:
-    run = OneLaneRun(served.lane, served.cost, served.kv, stream, **how)
+def _ran(served: Served, stream: Stream) -> OneLaneRun:
+    run = OneLaneRun(served.lane, served.cost, served.kv, stream)
     run.run()
     return run
-
-
-def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], path_s: float) -> Times:
-    arrived, first, end = (np.asarray(times_ns, float) / 1e9 for times_ns in (arrivals, run.first_ns, run.end_ns))
-    return Times(first - arrived + path_s, end - arrived + path_s, np.asarray(outputs, float), end)
 
 
 def needs(served: Served, longest: int) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +13,6 @@ import numpy as np
 from benchmarks.truth.sources import Row
 from xgpt.core.io import config_names, configs_dir, load_yaml
 
-SILICON = re.compile(r"_agg_(\d+)x(\d+)_c(\d+)_tp(\d+)")
 APART = 0.15
 """Least share by which two measured values differ, for their order to count."""
 GOOD, OVER = 0.05, 0.1
@@ -33,6 +29,7 @@ class Point(NamedTuple):
 
     load: tuple[str, str, str, str]
     tp: int
+    ep: int
     device: str
     engine: str
     measured: float
@@ -61,31 +58,21 @@ def bandwidth(device: str) -> float:
     )
 
 
-def points_of(rows: list[Row], folder: Path | None) -> list[Point]:
+def points_of(rows: list[Row]) -> list[Point]:
     """Return rows of clients in a closed loop as points. By Little's law, clients = rate x time of a request."""
-    published = {}
-    for path in sorted(folder.glob("closed_loops_2026*.csv")) if folder else ():
-        with path.open(encoding="utf-8") as file:
-            published |= {raw["id"]: raw for raw in csv.DictReader(file)}
     found = []
     for row in rows:
-        if row.cell is None or row.cell.load != "closed loop":
+        if row.cell is None or (of := row.setting) is None:
             continue
-        if (match := SILICON.search(row.note)) is not None:
-            prompt, output, clients, tp = map(int, match.groups())
-            model, form = row.group.split()[0], " ".join(row.group.split()[1:-2])
-        elif (raw := published.get(row.note)) is not None:
-            prompt, output, clients, tp = (round(float(raw[name])) for name in ("isl", "osl", "clients", "tp"))
-            model, form = raw["model"], raw["stored"] or raw["dtype"]
-        else:
-            continue
-        values = [_rate(figures, clients, output) for figures in (row.measured, row.predicted)]
+        values = [_rate(figures, of.clients, of.output) for figures in (row.measured, row.predicted)]
         if None not in values:
-            load = model, form, f"{prompt:.2g}x{output:.2g}", str(clients)
-            of_device = [float(value or 0) * output / tp for value in values]
+            load = of.model, of.form, f"{of.prompt:.2g}x{of.output:.2g}", str(of.clients)
+            of_device = [float(value or 0) * of.output / of.tp for value in values]
             tpot = tuple(each["TPOT"] for each in (row.measured, row.predicted) if "TPOT" in each)
             known = (tpot[0], tpot[1]) if len(tpot) == 2 else None
-            found.append(Point(load, tp, row.cell.device, row.cell.engine, *of_device, row.cell.family, known))
+            found.append(
+                Point(load, of.tp, of.ep, row.cell.device, row.cell.engine, *of_device, row.cell.family, known)
+            )
     return found
 
 
@@ -97,11 +84,11 @@ def _rate(figures: dict[str, float], clients: int, output: int) -> float | None:
     return None
 
 
-def ranks(rows: list[Row], folder: Path | None) -> str:
+def ranks(rows: list[Row]) -> str:
     """Return a table of pairs that differ in one property only, beside the order of a rule that predicts nothing.
 
     The rule: fewer devices give more tokens each, and a device with more memory bandwidth is faster."""
-    points = points_of(rows, folder)
+    points = points_of(rows)
     lines = [
         "| differ in | family | sets | pairs over 15% apart | right | without predictions |",
         "|---|---|---|---|---|---|",
@@ -122,11 +109,11 @@ def ranks(rows: list[Row], folder: Path | None) -> str:
     return "\n".join(lines)
 
 
-def choices(rows: list[Row], folder: Path | None) -> str:
+def choices(rows: list[Row]) -> str:
     """Return a table of decisions: the degree and number of clients, of one published sweep, with most output tokens a
     second and device within a bound on TPOT, as predicted and as measured."""
     sweeps: dict[tuple[object, ...], list[Point]] = {}
-    for point in points_of(rows, folder):
+    for point in points_of(rows):
         if point.tpot is not None:
             sweeps.setdefault((*point.load[:3], point.device, point.engine, point.family), []).append(point)
     lines = [
@@ -187,14 +174,11 @@ def _sets(points: list[Point], name: str) -> Iterator[list[Point]]:
 def beyond(rows: list[Row]) -> str:
     """Return the JSON of configs/beyond.json: within what factor nine of ten figures lie that are predicted after a fit
     to another load of the same sweep, by quantity and by the ratio of the loads, a power of two."""
-    sweeps: dict[tuple[str, ...], dict[int, list[float]]] = {}
+    sweeps: dict[tuple[object, ...], dict[int, list[float]]] = {}
     for row in rows:
-        if (match := SILICON.search(row.note)) is not None and {"TTFT", "TPOT"} <= row.measured.keys():
-            prompt, output, clients, tp = match.groups()
-            rates = [_rate(each, int(clients), int(output)) for each in (row.measured, row.predicted)]
-            pairs = [(rates[0] or 1, rates[1] or 1), *((row.measured[q], row.predicted[q]) for q in ("TTFT", "TPOT"))]
-            logs = [float(np.log(measured / predicted)) for measured, predicted in pairs]
-            sweeps.setdefault((row.group, prompt, output, tp), {})[int(clients)] = logs
+        if (of := row.setting) is not None and row.source.startswith("silicon"):
+            logs = [float(np.log(row.measured[q] / row.predicted[q])) for q in ("throughput", "TTFT", "TPOT")]
+            sweeps.setdefault((row.group, of._replace(clients=0)), {})[of.clients] = logs
     found: dict[int, list[list[float]]] = {}
     for loads in sweeps.values():
         for low, high in combinations(sorted(loads), 2):

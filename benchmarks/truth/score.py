@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache, partial
 
 import numpy as np
 
@@ -54,15 +55,15 @@ token."""
 
 
 def errors_of(rows: list[Row]) -> str:
-    """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell, group and quantity.
+    """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell, source and quantity.
 
-    Groups to which figures were fitted count, too: an engine's figure is one for all models, so it fits none of them.
+    Sources to which figures were fitted count, too: an engine's figure is one for all models, so it fits none of them.
     """
     found: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
         if row.cell is not None:
             for name, ratio in ratios_of(row):
-                found.setdefault((*row.cell, row.group, name), []).append(round(ratio, 3))
+                found.setdefault((*row.cell, row.document, name), []).append(round(ratio, 3))
     return "[\n" + ",\n".join(json.dumps([*key, ratios]) for key, ratios in sorted(found.items())) + "\n]\n"
 
 
@@ -74,21 +75,27 @@ def ratios_of(row: Row) -> Iterator[tuple[Quantity, float]]:
 
 
 def coverage(rows: list[Row]) -> str:
-    """Return a table of how many figures of rows without fitted figures lie in the ranges that other groups give."""
+    """Return a table of how many figures lie in the ranges that all other sources give."""
     counts: dict[tuple[str, str, str, str], dict[Quantity, list[bool]]] = {}
-    held = [row for row in rows if row.cell is not None and row.predicted and not row.is_fitted]
+    sources: dict[tuple[str, str, str, str], set[str]] = {}
+    held = [row for row in rows if row.cell is not None and row.predicted]
     known = errors_in(errors_of(rows))
-    for group in sorted({row.group for row in held}):
-        others = {name: [each for each in found if each[1] != group] for name, found in known.items()}
-        for row in (row for row in held if row.group == group):
+    for document in sorted({row.document for row in held}):
+        others = {name: [each for each in found if each[1] != document] for name, found in known.items()}
+        within = cache(partial(likely, errors=others))
+        for row in (row for row in held if row.document == document):
             assert row.cell is not None
+            key = row.cell.family, row.cell.vendor, row.cell.profile, row.cell.level
+            sources.setdefault(key, set()).add(document)
             for quantity, ratio in ratios_of(row):
-                found = likely(row.cell, quantity, errors=others)
-                key = row.cell.family, row.cell.vendor, row.cell.load, row.cell.profile
-                counts.setdefault(key, {}).setdefault(quantity, []).append(found.low <= ratio <= found.high)
-    lines = ["| family | vendor | load | step times | throughput | TPOT | TTFT |", "|---|---|---|---|---|---|---|"]
-    for cell, by_quantity in sorted(counts.items()):
+                edges = within(row.cell, quantity)
+                counts.setdefault(key, {}).setdefault(quantity, []).append(edges.low <= ratio <= edges.high)
+    lines = [
+        "| family | vendor | step times | at once | sources | throughput | TPOT | TTFT |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for key, by_quantity in sorted(counts.items()):
         inside = [by_quantity.get(name, []) for name in ("throughput", "TPOT", "TTFT")]
         cells = [f"{100 * np.mean(each):.0f}% of {len(each)}" if each else "" for each in inside]
-        lines.append(f"| {' | '.join((*cell, *cells))} |")
+        lines.append(f"| {' | '.join((*key, str(len(sources[key])), *cells))} |")
     return "\n".join(lines)

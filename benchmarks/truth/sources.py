@@ -10,7 +10,7 @@ import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,29 @@ from xgpt.core.schema import DType
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 from xgpt.resolve import load_cluster
-from xprofiler.ranges import Cell, family_of
+from xprofiler.ranges import Cell, family_of, level_of
 
 Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]
 """Seconds, or tokens a second, by quantity."""
 
 
-def cell_of(served: Served, load: str) -> Cell:
+def cell_of(served: Served, load: str, running: float) -> Cell:
     device, family = load_cluster(served.cluster).device.name, family_of(served.model_spec)
-    return Cell(load, served.spec.framework, family, device, "imported" if served.imported else "analytic")
+    profile = "imported" if served.imported else "analytic"
+    return Cell(load, served.spec.framework, family, device, profile, level_of(running))
+
+
+class Setting(NamedTuple):
+    """What was served in a closed loop, and how: format of the weights, mean lengths, clients, division."""
+
+    model: str
+    form: str
+    prompt: int
+    output: int
+    clients: int
+    tp: int
+    ep: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,8 @@ class Row:
         source, group: the source and the group of rows with which the row is reported.
         is_fitted: whether predictions were fitted to rows of this kind. Other rows verify predictions.
         why_not: the reason why nothing is predicted for this row.
-        cell: the cell of the prediction. None means that the row is not the load of an engine."""
+        cell: the cell of the prediction. None means that the row is not the load of an engine.
+        document: what published the row, or the campaign of one model that measured it."""
 
     source: str
     group: str
@@ -52,6 +66,8 @@ class Row:
     note: str = ""
     why_not: str = ""
     cell: Cell | None = None
+    document: str = ""
+    setting: Setting | None = None
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -83,9 +99,28 @@ def thinned(rows: list[dict[str, str]], most: int | None) -> list[dict[str, str]
     return rows if most is None or len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
+MEASURED = ("silicon_tpot_ms", "silicon_ttft_ms")
+SAME = ("backend", "system", "mode", "isl", "osl", "batch_size", "tp_size")
+
+
 def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file. AIConfigurator's wheel has many measurements two or three times, from several exports
+    of one database, of which some round. Rows with equal figures and numbers of clients count once, and so do rows of a
+    setting whose figures agree to three digits."""
     with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    if not rows or MEASURED[0] not in rows[0]:
+        return rows
+    exact, rounded = dict[object, dict[str, str]](), dict[object, dict[str, str]]()
+    for raw in rows:
+        exact.setdefault(tuple(raw[name] for name in (*MEASURED, "mode", "batch_size")), raw)
+    for raw in exact.values():
+        rounded.setdefault(_rounded(raw), raw)
+    return list(rounded.values())
+
+
+def _rounded(raw: dict[str, str]) -> tuple[str, ...]:
+    return *(f"{float(raw[name] or 'nan'):.3g}" for name in MEASURED), *(raw[name] for name in SAME)
 
 
 def predicted(predict: Callable[[], Figures]) -> tuple[Figures, str]:
@@ -136,7 +171,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
             count = int(OPEN_SECONDS * numbers["rate_per_s"])
             cached = repeated(before + count, lengths, served.kv.blocks)[before:].tolist()
             times = open_loop(served, numbers["rate_per_s"], lengths, cached, seed=0)
-            first, whole = times.first_s, times.whole_s
+            first, whole = times.ttft_s, times.whole_s
             return {
                 "e2e mean": float(np.mean(whole)),
                 "e2e p99": float(np.quantile(whole, 0.99)),
@@ -154,8 +189,8 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
         is_fitted = raw["model"] in OPEN_FITTED
         group = f"{raw['model']} {raw['device']}"
         note = f"{raw['experiment']} {raw['rate_per_s']}/s"
-        cell = cell_of(served, "open loop")
-        yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not, cell)
+        cell = cell_of(served, "open loop", numbers["rate_per_s"] * measured["e2e mean"])
+        yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not, cell, f"open loop, {group}")
 
 
 def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
@@ -211,8 +246,9 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
         kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
         measured = {"throughput": float(raw["output_tokens_per_s"])}
         note = f"{raw['model']} {raw['device']} TP {raw['tp']} {lengths[0]}/{lengths[1]}"
-        is_fitted, cell = is_imported and not has_experts, cell_of(served, "offline")
-        yield Row("TensorRT-LLM, offline", kind, is_fitted, measured, found, note, why_not, cell)
+        is_fitted, cell = is_imported and not has_experts, cell_of(served, "offline", MOST_OFFLINE)
+        document = "TensorRT-LLM's performance overview"
+        yield Row("TensorRT-LLM, offline", kind, is_fitted, measured, found, note, why_not, cell, document)
 
 
 SKEW, DEEPSEEK_SKEW = 1.2, 1.01
@@ -245,6 +281,7 @@ DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "bfloat16": ("bfloat16", None),
     "fp8": ("float8", None),
     "fp8_block": ("bfloat16", "fp8_block"),
+    "nvfp4": ("bfloat16", "nvfp4"),
 }
 """For each type of products in a row: the dtype of everything else, K/V included, and the weights' format if it
 differs."""
@@ -321,15 +358,31 @@ def count_of(text: str) -> int:
 
 
 def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
+    """Return the row with predictions. Its rates follow from its times by Little's law, as clients always wait."""
     inputs, outputs = lengths_of(raw)
+    clients, decodes = count_of(raw["batch_size"]), float(np.mean(outputs)) - 1
+
+    def with_rate(figures: Figures) -> Figures:
+        return {"throughput": clients / (figures["TTFT"] + decodes * figures["TPOT"]), **figures}
 
     def predict() -> Figures:
         needs(served, count_of(raw["isl"]) + count_of(raw["osl"]))
-        times = closed_loop(served, count_of(raw["batch_size"]), inputs, outputs)
-        return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
+        times, _ = closed_loop(served, clients, inputs, outputs)
+        return with_rate({"TPOT": float(np.mean(times.tpot_s)), "TTFT": float(np.mean(times.ttft_s))})
 
     found, why_not = predicted(predict)
-    return replace(row, predicted=found, why_not=why_not, cell=cell_of(served, "closed loop"))
+    cell, campaign = cell_of(served, "closed loop", clients), "AIConfigurator" if is_aligned(raw) else "InferenceX"
+    form = " ".join(row.group.split()[1:-2])
+    setting = Setting(served.model, form, count_of(raw["isl"]), count_of(raw["osl"]), clients, served.tp, served.ep)
+    return replace(
+        row,
+        measured=with_rate(row.measured),
+        predicted=found,
+        why_not=why_not,
+        cell=cell,
+        document=f"{campaign}, {served.model}",
+        setting=setting,
+    )
 
 
 def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
@@ -350,5 +403,17 @@ def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
             yield replace(row, why_not=f"{raw['gemm_quant_mode']} is no type that is planned for")
             continue
         engine, changes = _engine(raw)
-        served = Served(model, cluster, dtype, tp, engine, clients, budget_of(raw), changes=changes, stored=stored)
+        kv_dtype: DType | None = "float8" if stored == "nvfp4" else None  # as NVIDIA's checkpoints ask for
+        served = Served(
+            model,
+            cluster,
+            dtype,
+            tp,
+            engine,
+            clients,
+            budget_of(raw),
+            changes=changes,
+            stored=stored,
+            kv_dtype=kv_dtype,
+        )
         yield of_clients(row, served, raw)

@@ -29,23 +29,23 @@ def prompts_s(count: int) -> float:
 
 
 def test_one_client_waits_for_its_own_prompt_alone() -> None:
-    times = closed_loop(SERVED, 1, [INPUT] * 5, [OUTPUT] * 5)
-    assert times.first_s == pytest.approx(prompts_s(1))
+    times, _ = closed_loop(SERVED, 1, [INPUT] * 5, [OUTPUT] * 5)
+    assert times.ttft_s == pytest.approx(prompts_s(1))
     steps = [sum(SERVED.cost.step(StepCounts.of([], [INPUT + i]))) for i in range(1, OUTPUT)]
-    assert times.gap_s == pytest.approx(np.mean(steps), rel=1e-3)
+    assert times.tpot_s == pytest.approx(np.mean(steps), rel=1e-3)
 
 
 def test_clients_that_start_together_share_steps() -> None:
     """Thirty-two prompts of 512 tokens are two steps of 8,192; equal requests then stay in step for good."""
-    times = closed_loop(SERVED, 32, [INPUT] * 320, [OUTPUT] * 320)
-    assert 0.9 * prompts_s(16) < np.mean(times.first_s) < 1.5 * prompts_s(16)
+    times, _ = closed_loop(SERVED, 32, [INPUT] * 320, [OUTPUT] * 320)
+    assert 0.9 * prompts_s(16) < np.mean(times.ttft_s) < 1.5 * prompts_s(16)
 
 
 def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
     plain, ahead = (open_loop(served, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for served in (SERVED, AHEAD))
-    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.path_s(INPUT)
-    more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
+    step_s, path_s = float(np.mean(ahead.tpot_s)), AHEAD.path_s(INPUT)
+    more_s = float(np.mean(ahead.ttft_s) - np.mean(plain.ttft_s))
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
 
 
@@ -54,20 +54,20 @@ def test_prompts_wait_for_others_as_long_as_the_engine_was_told() -> None:
     outputs = [64, 150, 236, 322] * 10
     scripts = {name: (("batch_wait_steps", 20), ("batch_wait_tokens", tokens)) for name, tokens in WAITS.items()}
     runs = {
-        name: closed_loop(replace(SERVED, changes=changes), 4, [INPUT] * 40, outputs)
+        name: closed_loop(replace(SERVED, changes=changes), 4, [INPUT] * 40, outputs)[0]
         for name, changes in scripts.items()
     }
-    first_s = {name: float(np.median(changes.first_s)) for name, changes in runs.items()}
-    gap_s = float(np.mean(runs["few tokens"].gap_s))
-    assert first_s["many tokens"] - first_s["few tokens"] == pytest.approx(20 * gap_s, rel=0.2)
-    alone = closed_loop(replace(SERVED, changes=scripts["many tokens"]), 1, [INPUT] * 5, [OUTPUT] * 5)
-    assert alone.first_s == pytest.approx(prompts_s(1))
+    first_s = {name: float(np.median(changes.ttft_s)) for name, changes in runs.items()}
+    tpot_s = float(np.mean(runs["few tokens"].tpot_s))
+    assert first_s["many tokens"] - first_s["few tokens"] == pytest.approx(20 * tpot_s, rel=0.2)
+    alone, _ = closed_loop(replace(SERVED, changes=scripts["many tokens"]), 1, [INPUT] * 5, [OUTPUT] * 5)
+    assert alone.ttft_s == pytest.approx(prompts_s(1))
 
 
 def test_cached_tokens_are_not_encoded_again() -> None:
     cold, warm = (open_loop(SERVED, 4.0, (4096, 16), [cached] * 100, seed=0) for cached in (0, 4080))
-    assert np.mean(warm.first_s) < 0.5 * np.mean(cold.first_s)
-    assert np.mean(warm.gap_s) < np.mean(cold.gap_s)
+    assert np.mean(warm.ttft_s) < 0.5 * np.mean(cold.ttft_s)
+    assert np.mean(warm.tpot_s) < np.mean(cold.tpot_s)
 
 
 def test_blocks_are_those_that_the_engine_logged() -> None:
@@ -120,8 +120,8 @@ def test_the_table_has_rows_that_nothing_was_fitted_to_in_a_column_of_their_own(
 
 
 def test_rows_are_counted_by_load_engine_and_family() -> None:
-    cell = cell_of(replace(SERVED, engine="sglang-0.5"), "closed loop")
-    assert cell == ("closed loop", "sglang", "dense", "h100-80gb-hbm3", "analytic")
+    cell = cell_of(replace(SERVED, engine="sglang-0.5"), "closed loop", 8)
+    assert cell == ("closed loop", "sglang", "dense", "h100-80gb-hbm3", "analytic", "up to 8 requests")
     assert Row("a", "x", False, {}, cell=cell).kind == ("closed loop, datasheet", "sglang", "dense")
 
 

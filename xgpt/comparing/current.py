@@ -38,6 +38,7 @@ class CurrentEngine:
         caches_prefixes: whether the engine keeps the K/V of prefixes. None means the engine's default.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
+        mixes: whether a step may both encode and decode. None means the engine's default.
         command: what starts the engine, with its variables, whatever launches it (a container, a pod)."""
 
     tp_degree: int
@@ -61,6 +62,7 @@ class CurrentEngine:
     text_only: bool = False
     caches_prefixes: bool | None = None
     schedules_ahead: bool | None = None
+    mixes: bool | None = None
     api_servers: int | None = None
     drafts: Drafts | None = None
     kept: Given = field(default_factory=dict, compare=False)
@@ -81,6 +83,8 @@ class CurrentEngine:
         changes: dict[str, Any] = {}
         if self.schedules_ahead is not None:
             changes["schedules_ahead"] = self.schedules_ahead
+        if self.mixes is not None:
+            changes["mixes"] = self.mixes
         if not self.drops_windows:
             changes["drops_windows"] = False
         copies = engine.state_copies if self.caches_prefixes is None else 1 + self.caches_prefixes

@@ -27,6 +27,9 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     given, free = SGLANG.read(words)
     if "config" in given:
         given = SGLANG.read_config(given.pop("config")) | given
+    caches = given.get("disable-radix-cache") != "yes"
+    states = given.get("mamba-radix-cache-strategy") or given.get("mamba-scheduler-strategy")
+    waits = given.get("disable-overlap-schedule") == "yes" or (caches and states == "no_buffer")
     notes = judge(given, "sglang")
     gibibytes = cluster.device.memory_bytes / 2**30
     chunk = next(tokens for least, tokens in SGLANG_CHUNKS if gibibytes >= least)
@@ -38,7 +41,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append(f"chunked-prefill-size {tokens}: SGLang's default on this device")
     if "max-running-requests" not in given:
         notes.append(f"max-running-requests {requests}: SGLang's default, further limited by K/V memory")
-    if "disable-radix-cache" not in given:
+    if caches:
         notes.append("radix cache: no hits are counted, since the workload contains only lengths")
     if (largest := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
         notes.append(f"cuda-graph-max-bs {largest}: steps with more requests are scored as if they were captured, too")
@@ -72,7 +75,9 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         quantization=quantization,
         notes=tuple(notes),
         framework="sglang",
-        schedules_ahead=False if given.get("disable-overlap-schedule") == "yes" else None,
+        caches_prefixes=None if caches else False,
+        schedules_ahead=False if waits else None,
+        mixes=True if given.get("enable-mixed-chunk") == "yes" and drafts is None else None,
         model=given.get("model-path") or next(iter(free), None),
         shortens=True,
         drafts=drafts,

@@ -146,13 +146,15 @@ def recommend(
 def _cluster(choice: ClusterChoice) -> OfferedCluster:
     cluster = choice.problem.cluster
     assert cluster.price_per_device_hour is not None
+    judged = None if choice.fewest is None else dict(choice.fewest.tried)[choice.fewest.number]
     return OfferedCluster(
         name=cluster.name,
         num_devices=None if choice.fewest is None else choice.fewest.number,
         price_per_device_hour=cluster.price_per_device_hour,
         cost_per_hour=choice.price_per_hour,
-        confidence=None if choice.fewest is None else dict(choice.fewest.tried)[choice.fewest.number].confidence,
+        confidence=None if judged is None else judged.confidence,
         why_not=choice.why_not,
+        unverified=() if judged is None else judged.unverified,
     )
 
 

@@ -11,7 +11,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
 from xgpt.deciding.ranges import confidence
 from xgpt.deciding.recommend import own_first
-from xgpt.deciding.verified import unverified_shape
+from xgpt.deciding.verified import unverified, unverified_shape
 from xgpt.deciding.words import tenths
 from xscheduler.found import Found
 from xscheduler.objectives.reusing import FindEach
@@ -50,8 +50,9 @@ class Sizing:
                     first.draft,
                 )
         self._found[number] = found, other
-        rate = rate_of(first.draft)
-        return judged._replace(needed=ceil(number * self._load.rate_per_s / rate) if rate else 0)
+        rate, chosen = rate_of(first.draft), next(iter(found.values())).draft
+        needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
+        return judged._replace(needed=needed, unverified=unverified(chosen))
 
     def _judge(self, found: Found, wanted: float) -> Judged:
         draft, profile, rate = found.draft, self.problem.profile, self._load.rate_per_s

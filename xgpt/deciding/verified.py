@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from xgpt.core.schema import PlanDraft
+from xprofiler.ranges import MODELS, Cell, cell_of, rows_of
+
+LEAST = 10
+"""Number of published rows from which a class of predictions counts as verified."""
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 
 def unverified(plan: PlanDraft) -> tuple[str, ...]:
-    """Return what of a plan fewer than ten published measurements check (docs/results/truth.md), in words.
+    """Return what of a plan fewer than ten published rows check (docs/results/truth.md), in words. Devices whose
+    efficiency is derived from another device's are named however many rows there are.
 
     Empty if the plan's step times were measured where it runs."""
-    if plan.profile.source == "measured":
+    if (cell := cell_of(plan)) is None:
         return ()
-    found, device = [], plan.cluster.device
-    if device.efficiency is not None and device.efficiency.like is not None:
-        found.append(f"{device.name}, whose efficiency is derived from that of {device.efficiency.like}")
+    found, efficiency = list[str](), plan.cluster.device.efficiency
+    if efficiency is not None and efficiency.like is not None:
+        found.append(f"{cell.device}, whose efficiency is derived from that of {efficiency.like}")
     if shape := unverified_shape(plan):
         found.append(shape)
     if plan.speculation is not None:
         found.append("drafts")
-    if any(block.recurrent is not None for block in plan.model.blocks):
-        found.append("recurrent layers")
-    return tuple(found)
+    return (*found, *([few[0]] if (few := too_few(cell)) else []))
+
+
+def too_few(cell: Cell) -> tuple[str, int] | None:
+    """Return a cell's class of models in words and its number of published rows, if these are fewer than ten."""
+    models = MODELS[cell.family]
+    rows = rows_of(family=cell.family, engine=cell.engine)
+    if cell.engine in ENGINES and rows < LEAST:
+        return f"{models} in {ENGINES[cell.engine]}", rows
+    rows = rows_of(family=cell.family, vendor=cell.vendor, profile=cell.profile)
+    if rows >= LEAST:
+        return None
+    where = " on AMD" if cell.vendor == "AMD" else ""
+    return f"{models}{where} planned from {'datasheets' if cell.profile == 'analytic' else 'imported tables'}", rows
 
 
 def unverified_shape(plan: PlanDraft) -> str:

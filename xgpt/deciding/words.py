@@ -91,7 +91,9 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
         what = "searched" if found.with_more_work is None else "that the engine runs by itself"
         if found.saturated_per_s is None:
-            yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s."
+            high = best.rate_per_s.high or 0.0  # steps may be faster than predicted, and the ceiling rises with them
+            when = " at the predicted step times" if high > found.limit_per_s else ""
+            yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s{when}."
         else:
             here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
             yield 6, f"{gap}{where}: no schedule {what} {here}."
@@ -199,7 +201,7 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
     if first.unverified and not offer.unverified:
         start = "Best that measurements verify"
     elif offer.unverified and not first.unverified:
-        start += _not_verified(offer)
+        start += _not_verified(offer.unverified)
     load, gain = offer.at_load, found.runner_up_gain
     text = f"{start}: {_in_short(offer, found.best)}"
     if gain is not None and gain.factor is not None:
@@ -214,8 +216,8 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
 FEW = "too few"
 
 
-def _not_verified(offer: Offer) -> str:
-    return f" (not verified by measurements: {', '.join(offer.unverified)})" if offer.unverified else ""
+def _not_verified(unverified: tuple[str, ...]) -> str:
+    return f" (not verified by measurements: {', '.join(unverified)})" if unverified else ""
 
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
@@ -244,6 +246,7 @@ def _cluster(each: OfferedCluster) -> str:
         return f"{each.name} at {each.price_per_device_hour:g} an hour each: {each.why_not}."
     text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
     text += "" if each.confidence is None else f", in {tenths(each.confidence)}"
+    text += _not_verified(each.unverified)
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
 
 
@@ -299,13 +302,14 @@ def gain_in_words(found: Recommendation) -> str:
     """Return the gain over the present deployment, on all devices and per device, without a ratio to zero."""
     gain = found.gain
     assert gain is not None
-    start = "Gain"
+    known = () if found.now is None else found.now.unverified
+    start = f"Gain{_not_verified(tuple(each for each in found.best.unverified if each not in known))}"
     if (other := found.rejected) is not None:
-        start = f"The best plan, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other)}"
+        start = f"The best plan, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
     if gain.factor.value < 1 and other is None:
-        start = "Rate"
+        start = start.replace("Gain", "Rate", 1)
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
     if gain.per_device is None:

@@ -17,11 +17,13 @@ class Judged(NamedTuple):
     """How surely the best plan on a number of devices sustains the rate, and why not more surely, in words.
 
     Attributes:
-        needed: number of devices that this plan's rate per device would need, or 0 if it is not known."""
+        needed: number of devices that this plan's rate per device would need, or 0 if it is not known.
+        unverified: what of the plan measurements do not verify, in words."""
 
     confidence: float
     why_not: str = ""
     needed: int = 0
+    unverified: tuple[str, ...] = ()
 
 
 Judge = Callable[[int, float], Judged]

@@ -11,9 +11,9 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import StepRecord
 from xprofiler.store import profile_of
+from xsimulator.benchmarked import closed_loop
 from xsimulator.costs.step_cost import lanes_of
-from xsimulator.counts.arrivals import Kv, Stream
-from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.counts.arrivals import Kv
 
 VLLM = (
     "vllm bench serve --model m --random-input-len 1000 --random-output-len=100 --num-prompts 200 --max-concurrency 16"
@@ -100,20 +100,18 @@ def test_clients_that_start_together_are_those_of_the_compiled_counts(plan):
     inputs, outputs = (each.tolist() for each in benchmark.requests[:2])
     schedule = policies.build(plan)
     assert isinstance(schedule, policies.OneLane)
-    lane = OneLaneRun(
+    times, end_s = closed_loop(
         schedule.settings,
         lanes_of(plan, profile_of(plan, None))["both"],
         Kv(schedule.pool.kv_blocks, plan.block_size, plan.admission.kv == "quantile"),
-        Stream(inputs, outputs, max(outputs), [0] * 16 + [2**62] * 184),
-        clients=16,
-        path_ns=round(1e9 * plan.request_path_s),
+        (inputs, outputs),
+        16,
+        plan.request_path_s,
     )
-    lane.run()
     run = xgpt.simulate(plan, bench=VLLM + " --random-range-ratio 0.9")
-    ends = {id_: record.end_ns for record in run.steps for id_ in record.finished}
-    arrived = {each.id: each.arrival_ns for record in run.steps for each in record.arrivals}
-    assert [ends[i] for i in range(200)] == lane.end_ns.tolist()
-    assert [arrived[i] for i in range(200)] == lane.state.requests["arrival_ns"].tolist()
+    assert run.times is not None and max(each.end_ns for each in run.steps if each.finished) == round(1e9 * end_s)
+    for name in ("ttft_s", "tpot_s", "whole_s"):
+        np.testing.assert_array_equal(getattr(run.times, name), getattr(times, name))
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,21 @@ def test_tables_are_those_of_the_engines_version(tables: Path, tmp_path: Path) -
     assert seconds("0.18", (2, 1)) == seconds("0.24.0", (2, 1)) < seconds("0.15", (2, 1))
 
 
+@pytest.mark.parametrize(("later", "factor"), [("triton", 1.0), ("cutlass", 3.0)])
+def test_of_one_kernel_in_two_versions_the_shorter_times_count(
+    later: str, factor: float, tables: Path, tmp_path: Path
+) -> None:
+    root = linked(tables, tmp_path / "h100_sxm")
+    for version, kernel, slower in (("0.19.0", "triton", 3.0), ("0.24.0", later, 1.0)):
+        rows = [row | {"kernel_source": kernel} for row in expert_rows(slower=slower)]
+        write(root, f"moe/vllm/{version}/moe", rows)
+    own, plain = (
+        rest(imported.profile(MOE, H100, "bfloat16", BARE.model_copy(update={"version": version}), root), (1, 1), 16)
+        for version in ("0.19.0", "0.24.0")
+    )
+    assert own - plain == pytest.approx((factor - 1) * expert_ms(16, 1, 1, True) / 1e3, abs=1e-12)
+
+
 @pytest.mark.parametrize(("defect", "group"), [("undivided", (2, 2)), ("few points", (2, 2)), ("slower", (2, 1))])
 def test_groups_that_a_table_measured_in_part_or_not_divided_come_from_another(
     defect: str, group: tuple[int, int], tables: Path, tmp_path: Path

@@ -150,6 +150,8 @@ class OfferedCluster(Frozen):
     """Probability that they sustain the load."""
     why_not: str = ""
     """Why it was not chosen, in words. Empty means that it was."""
+    unverified: tuple[str, ...] = ()
+    """What of its plan fewer than ten published rows check, in words."""
 
 
 class Measurement(Frozen):

@@ -19,7 +19,7 @@ from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.deciding.commands import engine_command
 from xgpt.requests import plan_request
-from xgpt.resolve import load_cluster, load_model
+from xgpt.resolve import load_cluster, load_engine, load_model
 
 pytestmark = pytest.mark.usefixtures("short_simulations_here")
 
@@ -495,6 +495,22 @@ def test_defaults_of_sglang_follow_its_other_flags(flags: str, parts: int, reque
     found = read_current(f"sglang serve deepseek-ai/DeepSeek-R1 --tp 8 {flags}", load_cluster("h200x8"))
     assert (found.ep_degree, found.max_num_seqs) == (parts, requests)
     assert ("--ep" in flags) == any("the nearest way" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ahead", "mixes", "copies"),
+    [
+        ("", True, False, 3),
+        ("--mamba-scheduler-strategy no_buffer", False, False, 3),
+        ("--mamba-radix-cache-strategy no_buffer --disable-radix-cache", True, False, 1),
+        ("--disable-overlap-schedule --enable-mixed-chunk", False, True, 3),
+        (f"--enable-mixed-chunk {DRAFTS}", True, False, 3),
+    ],
+)
+def test_flags_of_sglang_change_its_loop(flags: str, ahead: bool, mixes: bool, copies: int) -> None:
+    found = read_current(f"sglang serve Qwen/Qwen3-Next-80B-A3B-Instruct --tp 4 {flags}", load_cluster("h200x8"))
+    started = found.as_started(load_engine("sglang"))
+    assert (started.schedules_ahead, started.mixes, started.state_copies) == (ahead, mixes, copies)
 
 
 def test_parts_of_experts_that_do_not_divide_the_devices_are_refused() -> None:
