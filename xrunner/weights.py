@@ -266,7 +266,7 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
     """Return a model's part with its weights. `when_read` is called with each projection that has a separate matrix."""
     if part.spec.quantization is not None and torch.device(device).type != "cpu":
         accepted = (
-            "xgpt's own engine runs checkpoints in eight bits only on CPUs: take another checkpoint, or --engine vllm"
+            "xgpt's own engine runs checkpoints in eight bits only on CPUs: take another checkpoint, or `engine=vllm`"
         )
         raise InputError("model.quantization", part.spec.quantization.kind, accepted)
     model = _checked(part, dtype, source)

@@ -10,7 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,14 +92,25 @@ def test_no_error_of_the_api_names_an_option() -> None:
     errors = {"InputError", "MachineError", "InfeasibleError", "XgptError"}
     paths = {path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     for path in sorted(paths - set((ROOT / "xgpt" / "cli").iterdir())):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
-                text = "".join(part.value for part in ast.walk(node) if isinstance(getattr(part, "value", None), str))
-                words = re.findall(r"--[a-z-]+", re.sub(r"`[^`]* [^`]*`", "", text))  # but for whole commands
-                assert not options.intersection(words) or text.startswith("current") or "vllm" in path.parts, (
-                    path,
-                    text,
-                )
+        for text in messages(ast.parse(path.read_text(encoding="utf-8")), errors):
+            words = re.findall(r"--[a-z-]+", re.sub(r"`[^`]* [^`]*`", "", text))  # but for whole commands
+            assert not options.intersection(words) or text.startswith("current") or "vllm" in path.parts, (path, text)
+
+
+def messages(tree: ast.AST, errors: set[str]) -> Iterator[str]:
+    """The texts of all errors that are made: in the call, or in a name that is given to it."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        nodes = list(ast.walk(function))
+        called = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) in errors]
+        given = {arg.id for call in called for arg in call.args if isinstance(arg, ast.Name)}
+        named = [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in given
+        ]
+        for made in (*called, *named):
+            texts = [part.value for part in ast.walk(made) if isinstance(getattr(part, "value", None), str)]
+            yield "".join(texts)
 
 
 def options_of(name: str) -> list[str]:

@@ -76,7 +76,7 @@ def read_rows(path: Path, field: str, opened: ExitStack) -> TraceRows:
     head = head_of(path, field)
     first = head.splitlines()[0] if head else ""
     if is_metrics(head):
-        accepted = "it has histograms, not requests: give it as --workload of `xgpt plan`"
+        accepted = "it has histograms, not requests: give it as `workload` of `xgpt plan`"
         raise InputError(field, str(path), accepted)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
         first[:1] == "{"

@@ -221,7 +221,7 @@ def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = 
     else:
         plan, number = plan.deployed(replicas=count or plan.replicas), 1
     if target != "shell" and plan.checkpoint is None and model_id_of(plan) is None:
-        says = "it needs weights from a directory or the hub: plan with --model DIRECTORY or --model ORGANISATION/NAME"
+        says = "it needs weights from a directory or the hub: plan with `model=DIRECTORY` or `model=ORGANISATION/NAME`"
         raise InputError("plan.checkpoint", None, says)
     name = name or name_of(plan)
     groups = groups_of(plan, target, scheduler, name)

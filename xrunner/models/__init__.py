@@ -42,7 +42,7 @@ def family_of(spec: ModelSpec) -> type[Model]:
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"xgpt's own engine runs only {', '.join(sorted(FAMILIES))}")
     if spec.unsupported:
-        accepted = "xgpt's own engine does not support this value; remove it if it has no effect, or --engine vllm"
+        accepted = "xgpt's own engine does not support this value; remove it if it has no effect, or give `engine=vllm`"
         raise InputError("config.json", "; ".join(spec.unsupported), accepted)
     if spec.quantization is not None and not spec.quantization.computes_in_eight_bits:
         accepted = "xgpt's own engine runs float32, float16, bfloat16 and eight bits: take such a checkpoint, or "

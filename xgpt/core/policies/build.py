@@ -33,7 +33,7 @@ def build(plan: PlanDraft, rule: Rule | None = None) -> Schedule:
         raise InputError("plan.stages.lane", ", ".join(sorted(lanes)), accepted)
     if isinstance(plan.policy, WaaSettings):
         if rule is not None:
-            accepted = "waa has two lanes, and a rule of one's own decides the steps of one: plan with another --policy"
+            accepted = "waa has two lanes, and a rule of one's own decides the steps of one: plan with another `policy`"
             raise InputError("rule", type(rule).__name__, accepted)
         encode = [stage for stage in plan.stages if stage.lane == "encode"]
         settings = TwoLaneSettings(
@@ -63,7 +63,7 @@ def build_rows(plan: PlanDraft, batching: Batching) -> OneLane:
     if settings is None or not settings.refill_when_empty or count > 1 or parts > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         found += f", which encodes a batch in {parts} parts" if parts > 1 else ""
-        accepted = f"the plan is {found}; rows need a plan of whole batches (--policy static) for one device"
+        accepted = f"the plan is {found}; rows need a plan of whole batches (`policy=static`) for one device"
         raise InputError("batching", batching, accepted)
     if (field := plan.model.special_attention) is not None:
         accepted = f"{plan.model.name} has model.{field}, which rows cannot run: use flat"
