@@ -35,11 +35,25 @@ def write_page(rows: list[Row]) -> None:
     later = [row for row in loops if row.source.startswith("closed loops 2026, b")]
     fitted = "Engines' figures were fitted to every second source, in alphabetical order, and"
     made = {
-        "unfitted": ("Closed loops to which nothing was fitted, all sources.", _medians(loops, _unfitted)),
+        "unfitted": (
+            "Closed loops to which nothing was fitted, all sources. The last column is the median of the documents' "
+            "medians, for the same three quantities.",
+            _medians([row for row in loops if not row.is_fitted], CLASS, _class_of),
+        ),
+        "documents": (
+            "The rows from imported tables among these, by document.",
+            _medians(
+                [row for row in loops if not row.is_fitted and _class_of(row)[2] == STEP_TIMES["imported"]],
+                ("family", "document"),
+                lambda row: (_class_of(row)[0], row.document),
+            ),
+        ),
         "later": (
             "Closed loops published with engines of late 2026: medians in percent, bias in parentheses. "
             f"{fitted} the other sources were in sight, so their medians are optimistic.",
-            _medians(later, lambda row: ("fitted" if row.is_fitted else "left out",)),
+            _medians(
+                later, (*CLASS, "sources"), lambda row: (*_class_of(row), "fitted" if row.is_fitted else "left out")
+            ),
         ),
         "loads": (
             "Median signed error of throughput in percent, by clients, on rows of NVIDIA's devices to which nothing "
@@ -81,29 +95,37 @@ def _result(claim: str, lines: Sequence[str]) -> results.Result:
     return results.Result(claim=claim, command=COMMAND, date=date.today(), machine=machine, columns=columns, rows=cells)
 
 
-def _unfitted(row: Row) -> tuple[str, ...] | None:
-    return None if row.is_fitted else ()
+CLASS = ("family", "vendor", "step times")
 
 
-def _medians(rows: list[Row], more: Callable[[Row], tuple[str, ...] | None]) -> list[str]:
+def _class_of(row: Row) -> tuple[str, ...]:
+    assert row.cell is not None
+    return row.cell.family, "AMD" if row.cell.vendor == "AMD" else "NVIDIA", STEP_TIMES[row.cell.profile]
+
+
+def _medians(rows: list[Row], columns: Sequence[str], key: Callable[[Row], tuple[str, ...]]) -> list[str]:
     """Return the lines of a table with a line for each class of rows: absolute medians, and signed ones."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        if (cell := row.cell) is None or not row.predicted or (last := more(row)) is None:
-            continue
-        if cell.vendor != "AMD" or cell.profile == "analytic":
-            vendor = "AMD" if cell.vendor == "AMD" else "NVIDIA"
-            found.setdefault((cell.family, vendor, STEP_TIMES[cell.profile], *last), []).append(row)
-    columns = ("family", "vendor", "step times", *(("sources",) if more is not _unfitted else ()))
-    lines = [
-        (*key, len(each), len({row.document for row in each}), *(_median(each, name) for name in QUANTITIES))
-        for key, each in sorted(found.items())
-    ]
-    return results.table((*columns, "rows", "documents", *QUANTITIES), lines)
+        if row.predicted:
+            found.setdefault(key(row), []).append(row)
+    lines, has_documents = list[tuple[object, ...]](), "document" not in columns
+    for of, each in sorted(found.items()):
+        documents = sorted({row.document for row in each})
+        found_in = (str(len(documents)),) if has_documents else ()
+        lines.append((*of, len(each), *found_in, *(_median(each, name) for name in QUANTITIES)))
+        if has_documents:
+            by_document = (
+                [np.median(np.abs(errors)) for name in documents if (errors := _errors(each, quantity, name))]
+                for quantity in QUANTITIES
+            )
+            lines[-1] += (", ".join(f"{np.median(found):.1f}" for found in by_document if found),)
+    more = ("documents",) if has_documents else ()
+    return results.table((*columns, "rows", *more, *QUANTITIES, *(("by document",) if more else ())), lines)
 
 
-def _errors(rows: Iterable[Row], name: str) -> list[float]:
-    return [100 * row.errors()[name] for row in rows if name in row.predicted]
+def _errors(rows: Iterable[Row], name: str, document: str | None = None) -> list[float]:
+    return [100 * row.errors()[name] for row in rows if name in row.predicted and document in (None, row.document)]
 
 
 def _median(rows: list[Row], name: str) -> str:
