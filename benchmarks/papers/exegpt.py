@@ -173,8 +173,8 @@ def _memory_of_two_copies() -> Iterator[Claim]:
             "out of memory" if plan is None else f"{plan.estimate.throughput_rps:.2f} req/s",
             "out of memory",
             plan is None,
-            f"what buffers and one batch's K/V take beside two copies of weights ({weights / 1e9:.0f} of "
-            f"{device / 1e9:.0f} GB a device); holds at over {1 - weights / device:.0%} of memory",
+            f"buffers and K/V beside two copies of weights ({weights / 1e9:.0f} of "
+            f"{device / 1e9:.0f} GB a device); holds at over {1 - weights / device:.0%}",
         )
 
 

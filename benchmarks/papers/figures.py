@@ -9,10 +9,7 @@ from benchmarks.lib.results import Result, stored
 from tools import svg
 
 NUMBER = re.compile(r"[-+]?([0-9.]+) ?(%|x|s|req/s|GB|stages|minutes)?$")
-SHORTER = (
-    (", rate at twice a lone request's time per token", " at twice a lone request's time"),
-    ("engines alone, ", ""),
-)
+SHORTER = (("engines alone, ", ""),)
 """What labels of a picture leave out of a row's description."""
 TASKS = {"summarization": "S", "translation": "T", "code-generation": "G", "chat-short": "C1", "chat-long": "C2"}
 """ExeGPT's names of tasks (Table 3)."""

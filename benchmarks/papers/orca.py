@@ -206,7 +206,7 @@ def figure_10b() -> Iterator[Found]:
     token."""
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
-    what = "175B, rate at twice a lone request's time per token"
+    what = "175B, at twice a lone request's time"
     yield at_least("ORCA Fig. 10b", f"{what}: orca(128) over FT", 36.9, at.orca / at.ft, "x")
     for name, (paper, ours, times) in at.stated().items():
         why = f"an iteration's time (orca-joint), here {1e3 * at.token_s:.0f} ms; holds at {times} ms"
@@ -244,13 +244,7 @@ def figure_10c() -> Iterator[Found]:
     """Compare 341B."""
     yield from _figure_10("10c", "gpt3-341b")
     at = at_twice_one_request("gpt3-341b")
-    yield at_least(
-        "ORCA Fig. 10c",
-        "341B, rate at twice a lone request's time per token: orca(128) over FT",
-        10,
-        at.orca / at.ft,
-        "x",
-    )
+    yield at_least("ORCA Fig. 10c", "341B, at twice a lone request's time: orca(128) over FT", 10, at.orca / at.ft, "x")
 
 
 def _figure_10(name: str, model: str) -> Iterator[Found]:
