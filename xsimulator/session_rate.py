@@ -102,17 +102,11 @@ class SessionTrial:
         return float(np.minimum(self.trace.turns.common, self.trace.input - 1).sum() / self.trace.input.sum())
 
     def at(self, rate: float) -> SessionRun:
-        """Return a run in which `rate` sessions a second begin at all replicas together. A session's pauses last at
-        most a quarter of the run together, so that no fewer turns arrive in what counts than in the long run."""
+        """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
-            times = np.zeros(len(self.trace.input))
-            starts = self._starts_s * ((self.plan.replicas if self._route is None else 1) / rate)
-            times[self.trace.turns.first] = starts[self.trace.turns.session[self.trace.turns.first]]
-            span_s = len(self._starts_s) * (self.plan.replicas if self._route is None else 1) / rate
-            turns = self.trace.turns
-            paused = np.maximum(np.bincount(turns.session, turns.pause_s), 1e-9)[turns.session]
-            pauses = turns.pause_s * np.minimum(1.0, span_s / 4 / paused)
-            sent = self.trace._replace(timestamp_s=times, sessions=replace(turns, pause_s=pauses))
+            scale = (self.plan.replicas if self._route is None else 1) / rate
+            span_s = len(self._starts_s) * scale
+            sent = _turned(self.trace, self._starts_s * scale, span_s)
             if self._loads_s is not None:
                 run = self._from_host(sent, self._loads_s)
             elif self._route is None:
@@ -129,7 +123,8 @@ class SessionTrial:
 
     def _from_host(self, sent: TraceLengths, loads_s: Floats) -> TurnTimes:
         """A turn's K/V is loaded before the turn waits, and the load is part of its waiting."""
-        later = sent._replace(sessions=replace(sent.turns, pause_s=sent.turns.pause_s + loads_s))
+        pauses, common = sent.turns.pause_s + loads_s, self.trace.turns.common
+        later = sent._replace(sessions=replace(sent.turns, pause_s=pauses, common=common))
         run = counted_turns(self.plan, self._lanes, later, from_host=True)
         assert run is not None
         return replace(run, trace=sent, arrived_s=run.arrived_s - loads_s)
@@ -150,6 +145,28 @@ class SessionTrial:
                 return 0.0
             rate = 1.3 * low if high == np.inf else 0.6 * high if not low else (low * high) ** 0.5
         return low
+
+
+def _turned(trace: TraceLengths, starts_s: Floats, span_s: float) -> TraceLengths:
+    """Return sessions that begin at these times. In a steady state, sessions that began long ago send turns, too. So a
+    turn before which its session has paused for a quarter of the run, or for a further one, arrives as if an earlier
+    session sent it: at its time modulo the run's, and without what is kept of the turn before it.
+
+    Args:
+        starts_s: # [sessions]
+        span_s: seconds of the run."""
+    turns, first = trace.turns, trace.turns.after == FIRST
+    if not turns.is_plain:
+        return trace._replace(timestamp_s=np.where(first, starts_s[turns.session], 0.0))
+    paused = np.cumsum(turns.pause_s)
+    paused -= paused[np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
+    quarter = np.floor(4 * paused / span_s)
+    cut = ~first & (quarter != np.roll(quarter, 1))
+    begun = starts_s[turns.session] + np.where(cut, paused, 0.0)
+    after = np.where(cut, FIRST, turns.after)
+    common = np.where(cut, shared_tokens(trace), turns.common)
+    sessions = replace(turns, session=np.cumsum(first | cut) - 1, after=after, like=after, common=common)
+    return trace._replace(timestamp_s=np.where(cut, begun % span_s, np.where(first, begun, 0.0)), sessions=sessions)
 
 
 def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> float:
