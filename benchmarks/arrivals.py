@@ -22,7 +22,7 @@ from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.best_plans import found_each, plan_each
 from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
 from xscheduler.tolerances import TOLERANCES
@@ -139,8 +139,8 @@ def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
     started = time.process_time()
     best = next(iter(plan_each(subject).values()))
     seconds = time.process_time() - started
-    saturated = plan_each(subject.under(asked.constraint.model_copy(update={"objective": "saturated"})))
-    choice, *others = with_capacities(saturated, subject.profile).values()
+    saturated = found_each(subject.under(asked.constraint.but(objective="saturated")))
+    choice, *others = (each.draft for each in with_capacities(saturated, subject.profile).values())
     found = best.estimate.capacity
     assert found is not None
     return Row(
