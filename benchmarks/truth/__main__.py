@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, metavar="DIR", help="folder of measurements by others")
     parser.add_argument("--source", action="append", choices=[source.name for source in SOURCES])
     parser.add_argument("--quick", action="store_true", help=f"at most {QUICK} rows of each source")
-    parser.add_argument("--groups", action="store_true", help="also print a line for each model, device and engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--errors", type=Path, help="write the errors of each cell to this file, in the form of configs/errors.json"
@@ -74,7 +73,7 @@ def main() -> None:
         if source.peers:
             print(f"  published of peers: {source.peers}")
         rows += predicted
-    print(table(rows, by_group=options.groups))
+    print(table(rows))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")

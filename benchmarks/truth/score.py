@@ -17,7 +17,7 @@ HEADER = (
 )
 
 
-def table(rows: list[Row], *, by_group: bool = False) -> str:
+def table(rows: list[Row]) -> str:
     """Return a table of the errors in percent of rows without fitted figures, and of rows to which figures were fitted.
 
     The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias)."""
@@ -26,8 +26,6 @@ def table(rows: list[Row], *, by_group: bool = False) -> str:
         by_kind.setdefault(row.kind, []).append(row)
     for kind, found in sorted(by_kind.items()):
         lines += _lines(kind, found)
-        for group in sorted({row.group for row in found}) if by_group else ():
-            lines += _lines((*kind[:2], group), [row for row in found if row.group == group])
     return "\n".join(lines)
 
 

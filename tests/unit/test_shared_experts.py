@@ -92,5 +92,5 @@ def test_engines_are_told_to_share_the_experts(plan: Plan) -> None:
 def test_our_engine_refuses_to_share_them(plan: Plan) -> None:
     with pytest.raises(InputError, match=r"plan.stages.ep: 8 .*at most 1, the value of tp"):
         check_runs(plan)
-    with pytest.raises(InfeasibleError, match="only vllm and sglang can share"):
+    with pytest.raises(InfeasibleError, match="only for vllm and sglang"):
         api.solve(**ASKED | {"engine": "tensorrt-llm"}, fix={"tp": 1, "ep": 8})
