@@ -56,6 +56,7 @@ FORMS = [name for name, part in PARTS.items() if part.kind == "forms" and name !
 """Parts whose rows depend on the code alone. tcb-orders has a row with seconds of this machine."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", few(dict.fromkeys(["exegpt-figure-4", "orca-figure-9", *FORMS]), 2))
 def test_a_part_computes_the_rows_of_the_page(name: str) -> None:
     found = [row for result in (*PAPERS, "joint") for row in by_part(stored("papers")[result].rows).get(name, [])]
