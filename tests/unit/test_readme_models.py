@@ -9,7 +9,7 @@ from tests.unit.xgpt.checkpoints.test_planned import NOT_BUILT, PUBLISHED, offic
 from xgpt.checkpoints.files import ENCODER_DECODERS
 from xgpt.checkpoints.readers import OTHER_NAMES
 from xgpt.checkpoints.readers import SHAPES as READ
-from xgpt.checkpoints.readers.planned import PLAIN
+from xgpt.checkpoints.readers.planned import PLANNED
 from xrunner.models import FAMILIES as RUN
 
 ROW = re.compile(r"^\| (.+) \| ((?:`[\w-]+` ?)+) \| (yes|no) \| (yes|no) \| ([^|]+) \|$", re.MULTILINE)
@@ -23,7 +23,7 @@ def families(row: str) -> set[str]:
 
 def test_every_family_that_is_read_stands_in_one_row() -> None:
     listed = [family for row in ROWS for family in families(row)]
-    assert sorted(listed) == sorted({*READ, *PLAIN})
+    assert sorted(listed) == sorted({*READ, *PLANNED})
 
 
 def test_what_our_engine_runs_is_what_has_a_class() -> None:
@@ -38,7 +38,7 @@ def test_models_with_states_run_by_vllm_s_own_schedule() -> None:
     assert all(vllm == "no" for row, (_, _, vllm) in ROWS.items() if families(row) <= set(ENCODER_DECODERS))
     assert ROWS["linear attention, state-space layers"][2] == "under vLLM's scheduler only"
     unbuilt = {family for names in NOT_BUILT.values() for family in names}
-    found = {family for family in PLAIN - unbuilt if _has_states(family)}
+    found = {family for family in PLANNED - unbuilt if _has_states(family)}
     assert found <= with_states
     for name in ("Qwen/Qwen3.5-9B", "moonshotai/Kimi-K3", "nvidia/Nemotron-H-56B-Base-8K", "LiquidAI/LFM2.5-VL-1.6B"):
         assert any(kind.recurrent is not None for kind in official(name).kinds), name
