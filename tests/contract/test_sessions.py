@@ -22,7 +22,7 @@ from xprofiler.store import profile_of
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
-from xsimulator.session_rate import loads_s
+from xsimulator.session_rate import SessionTrial, loads_s
 from xsimulator.session_routes import Route, run_routed
 from xsimulator.sessions import counted_turns, logged_turns, run_sessions
 
@@ -209,3 +209,19 @@ def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: 
     assert found.output.tolist() == trace.output[order].tolist()
     assert found.sessions.after.tolist() == place[sessions.after[order]].tolist()
     assert (sessions.common[order] - found.sessions.common < plan.block_size + trace.output.max()).all()
+
+
+def test_what_counts_has_the_work_of_a_steady_state(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many sessions pause for longer than a quarter of the run."""
+    monkeypatch.setattr("xsimulator.session_rate.LARGEST_RUN", 0)
+    pauses = {"turns": {"kind": "constant", "value": 3}, "pause": {"median_s": 60, "p90_s": 400}}
+    law = SessionLaw.model_validate(LAW | pauses)
+    plan = _plan(profile, "quantile", "chunked", 20_000)
+    plan = plan.but(workload=workload_of_law("pauses", law), constraint=plan.constraint.but(ttft_s=1.0))
+    trial = SessionTrial(plan, profile)
+    rate = 0.3 * plan.estimate.throughput_rps / trial.turns
+    run = trial.at(rate).times
+    span_s = run.trace.turns.num_sessions / rate
+    assert (np.bincount(run.trace.turns.session, run.paused_s) > span_s / 4).mean() > 0.2
+    counts = (run.arrived_s > span_s / 4) & (run.arrived_s < 3 * span_s / 4)
+    assert run.trace.input[counts].sum() == pytest.approx(run.trace.input.sum() / 2, rel=0.03)
