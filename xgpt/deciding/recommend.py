@@ -88,12 +88,15 @@ def recommend(
 
     kind, best = next(iter(plans.items()))
     first = offered(best)
-    present = gain = None
+    present: Offer | None = None
+    gain: Gain | None = None
+    is_best = False
     now_profile = now_profile or profile
     if now is not None:
         present = offered(now, now_profile, now_path or "current.json")
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
-        gain = gain_of(best, now, (gains or {}).get(kind))
+        is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
+        gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
     action, why = _decide(first, present, gain)
     varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
@@ -104,7 +107,7 @@ def recommend(
     shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
     more_devices: tuple[int, Literal["best", "rejected"]] | None = None
     if load is not None and chosen.at_load is not None and not chosen.at_load.holds:
-        of_shown, of_best = enough(*shown, load), None if chosen is first else enough(best, profile, load)
+        of_shown, of_best = enough(*shown, load), None if chosen is first or is_best else enough(best, profile, load)
         if of_best is not None and (of_shown is None or of_best < of_shown):
             more_devices = of_best, "rejected"
         elif of_shown is not None:
@@ -118,7 +121,7 @@ def recommend(
         best=chosen,
         now=present,
         gain=gain,
-        rejected=first if action == "keep" else None,
+        rejected=first if action == "keep" and gain is not None else None,
         confidence=None if chosen.at_load is None else chosen.at_load.confidence,
         why=why,
         runner_up=None if next_best is None else offered(next_best),
@@ -228,8 +231,10 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
 
 def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
-    if now is None or gain is None:
+    if now is None:
         return "run", ""
+    if gain is None:
+        return "keep", "it is the best plan found"
     if now.at_load is not None and first.at_load is not None:
         kept, would_keep = now.at_load.holds, first.at_load.holds
         if would_keep and not kept:
@@ -239,7 +244,8 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "they hold your load"
         if kept and would_keep:
-            return "keep", "it keeps the bounds at your load, and no plan on fewer devices surely does"
+            fewer = "" if now.num_devices == 1 else ", and no plan on fewer devices surely does"
+            return "keep", f"it keeps the bounds at your load{fewer}"
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found
     each = gain.per_device or gain.factor

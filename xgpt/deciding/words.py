@@ -221,13 +221,13 @@ def _not_verified(unverified: tuple[str, ...]) -> str:
 
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
-    """Return how surely each number of devices holds the load. A number between two that were searched holds it at
-    least as surely as the lower one."""
+    """Return how surely each number of devices that was searched holds the load. If a number is too few, so are all
+    below the next one."""
     spans = list[tuple[int, int, str]]()
     for size, after in zip(sizes, [*sizes[1:], None], strict=True):
-        last = size.num_devices if after is None else after.num_devices - 1
         words = f"in {tenths(size.confidence)}" if size.confidence else FEW
-        if spans and spans[-1][2] == words:
+        last = after.num_devices - 1 if after is not None and words == FEW else size.num_devices
+        if spans and spans[-1][2] == words and (words == FEW or spans[-1][1] == last - 1):
             spans[-1] = spans[-1][0], last, words
         else:
             spans.append((1 if words == FEW else size.num_devices, last, words))
@@ -362,7 +362,7 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     shown = [("requests/s" + (" within the bounds, at most" if found.bounds else ", saturated"), f"{rate.value:.3g}")]
     if rate.low is not None and rate.high is not None:
         shown.append(("likely range of this rate", f"{rate.low:.3g} to {rate.high:.3g}"))
-    at = "at that rate" if load is None else "at your load"
+    at = "at that rate" if load is None or load.rate_per_s > rate.value else "at your load"
     for bound in found.bounds:
         if bound.predicted_s is not None:
             margin = f"margin {100 * (1 - bound.predicted_s / bound.bound_s):.0f}%"

@@ -90,11 +90,24 @@ def test_the_runner_up_has_another_shape_and_verified_plans_stand_beside_others(
     assert told.runner_up_gain.then == told.runner_up.rate_per_s.value and not told.runner_up.needs_xgpt
 
 
-def test_every_number_between_two_that_were_searched_is_named() -> None:
+def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:
     of = [(1, 0.0), (4, 0.85), (5, 0.86), (6, 0.96), (8, 0.99)]
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
-    said = "1 to 3 too few, 4 or 5 hold it in 8 of 10 cases, 6 or 7 in 19 of 20, 8 in 99 of 100"
+    said = "1 to 3 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
+
+
+def test_the_best_plan_is_not_offered_to_who_runs_it() -> None:
+    """It was called the best plan "with other settings", 1.01 times as good as itself."""
+    asked = plan_request(cluster="h200x1", workload="azure-conv", latency_bound_s=8)
+    found = compare(asked, "vllm serve meta-llama/Llama-3.1-8B-Instruct").recommendation
+    (process,) = found.best.processes
+    if found.action == "keep":
+        assert found.rejected is not None
+        (process,) = found.rejected.processes
+    again = compare(asked, process.command).recommendation
+    assert (again.action, again.why, again.gain) == ("keep", "it is the best plan found", None)
+    assert "other settings" not in " ".join(words.told(again, explained=False))
 
 
 def test_a_replay_that_breaks_the_bounds_overrules_the_rate(day: str) -> None:
