@@ -508,7 +508,7 @@ def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
 
 def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
     line = xgpt.fails(2, "serve", str(plan), "--batching", "rows", "--dry-run")
-    assert "--batching" in line and "--policy static" in line
+    assert "--batching" in line and "`policy=static`" in line
     assert "it applies only to a plan file" in xgpt.fails(2, "bench", "http://127.0.0.1:9", "--batching", "slots")
 
 

@@ -163,6 +163,7 @@ def test_steps_that_a_failed_flush_loses_are_counted() -> None:
         log(StepRecord(0, 1, ((0, 0, 5),), (1, 2, 3), (), (), ()))
     log.flush()
     assert log.num_lost == 3
+    log.close()
 
 
 def test_a_step_log_on_a_full_disk_ends_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.text import TextCodec
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
-from xrunner.server.http import answer, bodies
+from xrunner.server.http import bodies, outputs
 from xrunner.server.submission import Limits
 
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -352,7 +352,7 @@ def test_a_token_of_many_outputs_costs_no_look_at_all_of_them(url: str, monkeypa
         looks.append(PromptTokens(total, cached))
         return looks[-1]
 
-    monkeypatch.setattr(answer, "PromptTokens", look)
+    monkeypatch.setattr(outputs, "PromptTokens", look)
     body = {**COMPLETION, "prompt": [[5, 6]] * 100, "max_tokens": 8, "stream": True}
     assert post(url, body).text.count("data: {") >= 800
     assert 0 < len(looks) < 300
