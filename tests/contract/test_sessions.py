@@ -41,7 +41,7 @@ def profile() -> Profile:
     return xgpt.profile(model="llama-3.1-8b", cluster="h100x1")
 
 
-def _plan(profile: Profile, kv: str, policy: str, blocks: int) -> PlanDraft:
+def _plan(profile: Profile | None, kv: str | None, policy: str, blocks: int, engine: str | None = None) -> PlanDraft:
     plan = xgpt.plan(
         model="llama-3.1-8b",
         cluster="h100x1",
@@ -51,6 +51,7 @@ def _plan(profile: Profile, kv: str, policy: str, blocks: int) -> PlanDraft:
         policy=policy,  # type: ignore[arg-type]
         kv=kv,  # type: ignore[arg-type]
         profile=profile,
+        engine=engine,
     )
     return plan.but(stages=tuple(stage.but(kv_blocks=blocks) for stage in plan.stages))
 
@@ -69,32 +70,23 @@ def _sent(count: int, rate: float, **law: object) -> TraceLengths:
 def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy: str) -> None:
     trace = _sent(60, 4.0)
     for blocks in (2500, 1200, 500):  # much, little and hardly any room between turns
-        plan = _plan(profile, kv, policy, blocks)
-        counted = counted_turns(plan, lanes_of(plan, profile), trace)
-        engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
-        assert counted is not None
-        assert (counted.cached == engine.cached).all()
-        assert (counted.end_s == engine.end_s).all() and (counted.first_s == engine.first_s).all()
+        _assert_they_agree(_plan(profile, kv, policy, blocks), profile, trace)
+
+
+def _assert_they_agree(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> None:
+    counted = counted_turns(plan, lanes_of(plan, profile), trace)
+    engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
+    assert counted is not None
+    assert (counted.cached == engine.cached).all()
+    assert (counted.end_s == engine.end_s).all() and (counted.first_s == engine.first_s).all()
 
 
 def test_counts_and_engine_agree_if_steps_run_ahead_and_prompts_go_first() -> None:
     """Blocks of requests that ended in a step behind which another one ran were counted as used for ever."""
-    plan = xgpt.plan(
-        model="llama-3.1-8b",
-        cluster="h100x1",
-        workload="azure-conv",
-        latency_bound_s=None,
-        objective="saturated",
-        policy="chunked",
-        engine="sglang",
-    )
-    trace, profile = _sent(60, 4.0), profile_of(plan)
+    trace = _sent(60, 4.0)
     for blocks in (40_000, 20_000):  # of one token
-        plan = plan.but(stages=tuple(stage.but(kv_blocks=blocks) for stage in plan.stages))
-        counted = counted_turns(plan, lanes_of(plan, profile), trace)
-        engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
-        assert counted is not None
-        assert (counted.cached == engine.cached).all() and (counted.end_s == engine.end_s).all()
+        plan = _plan(None, None, "chunked", blocks, "sglang")
+        _assert_they_agree(plan, profile_of(plan), trace)
 
 
 @pytest.mark.parametrize("route", ["session", "prefix", "load"])

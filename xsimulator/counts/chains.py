@@ -48,10 +48,16 @@ def chains_of(
 
 @helper
 def key_of(s, lane, request, own, block):
-    i = ((block + 1) * lane.block_size - 1) // lane.trace_block
     if block < request.input // lane.block_size:
-        return s.firsts[own.prompt + i] + block
-    return s.firsts[own.said + (0 if own.is_own else i)] + block
+        return number_of(s.firsts, own.prompt, block, lane.block_size, lane.trace_block)
+    if own.is_own:
+        return s.firsts[own.said] + block
+    return number_of(s.firsts, own.said, block, lane.block_size, lane.trace_block)
+
+
+@helper
+def number_of(firsts, begin, block, size, trace_block):
+    return firsts[begin + ((block + 1) * size - 1) // trace_block] + block
 
 
 @helper
@@ -81,7 +87,8 @@ def share(s, lane, id_):
         number = key_of(s, lane, request, own, block)
         key = s.keys[number]
         if not key.uses:
-            take_from_queue(s, lane, number)
+            leave_queue(lane, s.keys, number)
+            lane.num_kept -= 1
             lane.num_used += 1
         key.uses += 1
         s.keyed[own.place + block] = True
@@ -93,24 +100,36 @@ def share(s, lane, id_):
 
 
 @helper
-def take_from_queue(s, lane, number):
-    key = s.keys[number]
-    if key.before == NONE:
-        lane.first_kept = key.after
+def leave_queue(lane, entries, number):
+    """Take an entry out of the queue of least recently used ones: keys or sessions."""
+    entry = entries[number]
+    if entry.before == NONE:
+        lane.first_kept = entry.after
     else:
-        s.keys[key.before].after = key.after
-    if key.after == NONE:
-        lane.last_kept = key.before
+        entries[entry.before].after = entry.after
+    if entry.after == NONE:
+        lane.last_kept = entry.before
     else:
-        s.keys[key.after].before = key.before
-    lane.num_kept -= 1
+        entries[entry.after].before = entry.before
+    entry.before = entry.after = NONE
+
+
+@helper
+def join_queue(lane, entries, number):
+    entries[number].before, entries[number].after = lane.last_kept, NONE
+    if lane.last_kept == NONE:
+        lane.first_kept = number
+    else:
+        entries[lane.last_kept].after = number
+    lane.last_kept = number
 
 
 @helper
 def evict_blocks(s, lane):
     while lane.num_used + lane.num_kept > lane.blocks and lane.first_kept != NONE:
         number = lane.first_kept
-        take_from_queue(s, lane, number)
+        leave_queue(lane, s.keys, number)
+        lane.num_kept -= 1
         s.keys[number].uses = ABSENT
         lane.looked_up = NONE
 
@@ -145,12 +164,7 @@ def release(s, lane, id_, blocks):
         if key.uses:
             continue
         gone += 1
-        key.before, key.after = lane.last_kept, NONE
-        if lane.last_kept == NONE:
-            lane.first_kept = number
-        else:
-            s.keys[lane.last_kept].after = number
-        lane.last_kept = number
+        join_queue(lane, s.keys, number)
         lane.num_kept += 1
     own.named = 0
     lane.num_used -= gone

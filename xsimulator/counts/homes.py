@@ -9,7 +9,7 @@ from xgpt.core.policies.routing import BLOCKS_A_KEY, MOST_KEYS, ReplicaRouter
 from xgpt.core.schema import PlanDraft
 from xgpt.core.trace_blocks import TracePrefixes
 from xsimulator.counts.arrivals import NONE
-from xsimulator.counts.chains import chains_of
+from xsimulator.counts.chains import chains_of, number_of
 from xsimulator.counts.compiled import kept
 
 
@@ -37,15 +37,15 @@ def route(blocks, prompts, firsts, trace_block, size, keys, load, slack, most_in
             load[chosen[oldest]] -= 1
             oldest += 1
         found = blocks[i]
-        while found and keys[firsts[prompts[i] + (found * size - 1) // trace_block] + found - 1, HOME] == NONE:
+        while found and keys[number_of(firsts, prompts[i], found - 1, size, trace_block), HOME] == NONE:
             found -= 1
         number = np.argmin(load)
         if found:
-            home = keys[firsts[prompts[i] + (found * size - 1) // trace_block] + found - 1, HOME]
+            home = keys[number_of(firsts, prompts[i], found - 1, size, trace_block), HOME]
             if load[home] - load[number] <= slack * (found / blocks[i]) ** 2:
                 number = home
         for block in range(blocks[i]):
-            key = firsts[prompts[i] + ((block + 1) * size - 1) // trace_block] + block
+            key = number_of(firsts, prompts[i], block, size, trace_block)
             if keys[key, HOME] == NONE:
                 num_keys += 1
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from xsimulator.counts.arrivals import NONE
-from xsimulator.counts.chains import evict_blocks
+from xsimulator.counts.chains import evict_blocks, join_queue, leave_queue
 from xsimulator.counts.compiled import helper
 
 FOREVER = np.iinfo(np.int64).max
@@ -74,18 +74,10 @@ def follow(s, lane, id_):
 
 @helper
 def unlink(s, lane, number):
-    session = s.sessions[number]
-    if session.before == NONE:
-        lane.first_kept = session.after
-    else:
-        s.sessions[session.before].after = session.after
-    if session.after == NONE:
-        lane.last_kept = session.before
-    else:
-        s.sessions[session.after].before = session.before
-    kept = session.kept
+    leave_queue(lane, s.sessions, number)
+    kept = s.sessions[number].kept
     lane.num_kept -= kept
-    session.kept, session.before, session.after = 0, NONE, NONE
+    s.sessions[number].kept = 0
     return kept
 
 
@@ -94,13 +86,8 @@ def keep(s, lane, number, blocks):
     """Keep a session's first blocks as those that were used last."""
     if blocks <= 0:
         return
-    session = s.sessions[number]
-    session.kept, session.before, session.after = blocks, lane.last_kept, NONE
-    if lane.last_kept == NONE:
-        lane.first_kept = number
-    else:
-        s.sessions[lane.last_kept].after = number
-    lane.last_kept = number
+    join_queue(lane, s.sessions, number)
+    s.sessions[number].kept = blocks
     lane.num_kept += blocks
 
 
