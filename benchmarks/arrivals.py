@@ -4,7 +4,8 @@ rate.
     python -m benchmarks.arrivals [--cases 25] [--headroom 0] [--json FILE]
 
 Profiles come from datasheets. A plan's stated rate is checked on the simulated engine: the bound must be kept at this
-rate, and broken at a rate 3% higher. Three further draws of lengths and arrivals show how chance changes the rate."""
+rate, and broken at a rate 3% higher. Three further draws of lengths and arrivals show how chance changes the rate.
+"""
 
 from __future__ import annotations
 

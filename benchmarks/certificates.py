@@ -15,7 +15,8 @@ bounds on latency or first tokens:
 - nearest: the bound is tightened until no plan keeps it. A plan must keep the bound that the error names, as printed.
 
 Each problem adds a line to LINES (JSON). Problems that are already in this file are not run again. --scale multiplies
-the stated rates. With 0.8 they are wrong, and the attack must show this."""
+the stated rates. With 0.8 they are wrong, and the attack must show this.
+"""
 
 from __future__ import annotations
 

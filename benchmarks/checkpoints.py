@@ -7,7 +7,8 @@ machine is measured for each checkpoint once as `local` and once as `local:2`. F
 each policy's plan on the best placement, and on two devices also on each tensor-parallel and pipelined placement. The
 engine of every plan runs the same prompts. The plan of `--policy auto` also runs behind the endpoint of `xgpt serve`.
 Tokens must equal those of `transformers`. Rows are stored in results/checkpoints, so an interrupted run continues, even
-if families have been added since. The exit code is 1 if a token differs, or if a plan that must exist is refused."""
+if families have been added since. The exit code is 1 if a token differs, or if a plan that must exist is refused.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Row:
 
     Attributes:
         where: the plan's placement, in words.
-        outcome: "equal", "no such plan: ..." if no plan can exist, or the error."""
+        outcome: "equal", "no such plan: ..." if no plan can exist, or the error.
+    """
 
     number: int
     family: str

@@ -7,7 +7,8 @@ of vLLM on a random part of a cluster. The verdict is right if the simulated eng
 every step, says the same of the whole log: that what runs now keeps the bounds or not, that the recommended plan keeps
 them and, if neither does, that it keeps no fewer requests. The table has one row for each kind of verdict. With
 --commands, `xgpt plan`, `simulate` and `replan` must also say the same of each deployment: the same best plan, and
-whether it holds the load."""
+whether it holds the load.
+"""
 
 from __future__ import annotations
 

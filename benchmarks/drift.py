@@ -4,7 +4,8 @@
 
 The lengths change from azure-conv's to azure-code's, scaled to the model's context, the other way, and as in ExeGPT's
 Figure 11. The model has nineteen million parameters, and is profiled on this machine. The exit code is 1 if, 500
-requests after a change, the bound is broken or 5% of throughput is lost, or if a request has no answer."""
+requests after a change, the bound is broken or 5% of throughput is lost, or if a request has no answer.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ with each budget, and keeps the budget of its fastest run. Before each run, a ti
 the machine's clock. xgpt's engine admits first the request that may generate most tokens. With `--longest-first`, all
 engines get the requests in this order. The benchmark prints the processor, its instructions and the chosen layouts of
 weights. Shares refer to the least possible time (`benchmarks.lib.floors`) at rates that were measured before the runs.
-Writes results/engines.MODEL.WORKLOAD.json."""
+Writes results/engines.MODEL.WORKLOAD.json.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ DEFAULT_BUDGET = 256
 
 class Run(NamedTuple):
     """One run of one engine, with the machine's state before it: the rate of a matrix product, and the load of the
-    system."""
+    system.
+    """
 
     engine: str
     seconds: float
@@ -312,7 +314,8 @@ def measure(name: str, engine: Engine, workload: Path) -> Run:
 @contextmanager
 def stolen_time() -> Iterator[list[float]]:
     """Yield a list, to which the share of processor time that the hypervisor gave to other machines is appended at the
-    end of the block, or 0 if it is not counted."""
+    end of the block, or 0 if it is not counted.
+    """
     stolen: list[float] = []
     before, start = _stolen_s(), time.perf_counter()
     yield stolen

@@ -6,7 +6,8 @@ each.
 The figure is throughput at saturation under the latency bound of each case. Step times are from the datasheet, or from
 imported tables with --framework. In "slices", each device has a slice of every expert. In "parts", each device of a
 group has whole experts. In "equal stages", replicas are pipelines of equal groups, without partial tensor parallelism
-and without two lanes."""
+and without two lanes.
+"""
 
 from __future__ import annotations
 

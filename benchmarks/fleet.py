@@ -5,7 +5,8 @@ device-hours.
 
 Every case has two independently drawn days of the same shape. The first day is planned (`xgpt fleet`), and the second
 is simulated request by request. Results are stored in the directory STATE and not computed again. A case whose trace is
-not given is left out."""
+not given is left out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Case:
     """A load, and the cluster that serves it.
 
     Attributes:
-        draw: returns a day, given a seed."""
+        draw: returns a day, given a seed.
+    """
 
     name: str
     draw: Callable[[int], Day]
@@ -71,7 +73,8 @@ class Row:
     """The result of one way to run a day.
 
     Attributes:
-        kept, within: share of requests within the bounds, with and without headroom."""
+        kept, within: share of requests within the bounds, with and without headroom.
+    """
 
     fleet: str
     kept: float
@@ -95,7 +98,8 @@ def sinusoid(seed: int) -> Day:
 
 def flash_crowd(seed: int) -> Day:
     """Return a calm day of 3 to 9 requests a second. On the second day, the rate is three times as high for 20 minutes
-    from 14:00."""
+    from 14:00.
+    """
 
     def rate_at(t: np.ndarray) -> np.ndarray:
         calm = 6 - 3 * np.cos(2 * np.pi * t / DAY_S)
@@ -108,7 +112,8 @@ def flash_crowd(seed: int) -> Day:
 def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
     """Return a function that draws a day from a trace stretched over a day, at another mean rate. Every second request
     of the trace belongs to the first day, the others to the second. Rates and lengths at a time are those of nearby
-    requests of the same half."""
+    requests of the same half.
+    """
 
     def draw(seed: int) -> Day:
         trace = read_lengths(path)

@@ -3,7 +3,8 @@
     python -m benchmarks.kernels [--capability 90] [--json]
 
 This needs triton, which includes NVIDIA's assembler. No kernel is run. There is a row for each model's shape, dtype and
-use."""
+use.
+"""
 
 from __future__ import annotations
 

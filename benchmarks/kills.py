@@ -7,7 +7,8 @@ with --ray, on two Ray nodes of this machine, the head's GCS, the other node's r
 started again at once, as a supervisor would.
 A server ends after four losses, so each one gets three. With requests, eight streams run during the kill. Every stream
 must have the tokens of an undisturbed engine. A killed front must leave nothing behind, and the time is that until the
-next server answers."""
+next server answers.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class KillRow:
         back_s: seconds from each kill until a request was answered.
         lost, changed: requests that got an error or other tokens. The streams of a killed front are not counted.
         ended: servers that ended although another process was killed.
-        left_over: processes and sockets that a killed front left behind."""
+        left_over: processes and sockets that a killed front left behind.
+    """
 
     victim: str
     is_loaded: bool

@@ -9,7 +9,8 @@ docs/empirical-vllm-memory-results.md on vLLM 0.11. "inference-sim" is published
 (sim-to-real-accuracy-validation, and testdata of inference-sim). "vLLM-benchmarking" are logs of
 dennislee22/vLLM-benchmarking. "myoceane" is a page of myoceane.fr. Numbers are issues. Figures of configs/engines were
 fitted only to the rows that are marked so. Column "runs" has properties that a log shows and flags do not: FlashInfer's
-sampler, or Marlin's kernels on a device that has better ones."""
+sampler, or Marlin's kernels on a device that has better ones.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ FOLDER = Path(__file__).parent / "truth" / "kv"
 HEADER = ("engine", "logs", "fitted", "not started, as predicted", "errors of the others", "models")
 FLASHINFER_BYTES = 10.0
 """Bytes that FlashInfer's sampling takes for a request and a token of the vocabulary: logits in two bytes and in four,
-and probabilities in four. PyTorch's sampler also sorts them."""
+and probabilities in four. PyTorch's sampler also sorts them.
+"""
 
 
 class Size(NamedTuple):
@@ -40,7 +42,8 @@ class Size(NamedTuple):
     Attributes:
         logged, predicted: K/V memory in GiB, or in tokens if these were logged. Negative if weights and buffers do not
             fit.
-        is_fitted: whether figures of the engine were fitted to this size."""
+        is_fitted: whether figures of the engine were fitted to this size.
+    """
 
     setting: str
     engine: str
@@ -86,7 +89,8 @@ def command_of(row: dict[str, str]) -> str:
 
 def predicted(row: dict[str, str]) -> float:
     """Return the K/V memory that `xgpt compare` predicts for a row's command, in tokens if the row has tokens, else in
-    GiB. It is -1 if the server does not start."""
+    GiB. It is -1 if the server does not start.
+    """
     cluster = load_cluster(row["cluster"])
     current, device = read_current(command_of(row), cluster), cluster.device
     if row["device_gib"]:

@@ -9,7 +9,8 @@ the error at the machine's pace (measured divided by predicted time of the execu
 within their stated ranges. `--quick` ends within 11 minutes and names the loads that were not measured. `--kept` uses
 the stored profile of this machine, so that many short loads can be measured (`--seconds 12`). Writes
 results/prediction.json, with the workload and the dtype in the name if they are given. `python -m
-benchmarks.truth --source "this machine"` joins these files."""
+benchmarks.truth --source "this machine"` joins these files.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +55,16 @@ BOUND_FACTOR = 2.0
 """Factor by which the plans' bound exceeds the nearest bound."""
 SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
 """Ranges of a step's tokens with separate paces. If the paces are equal, the machine causes the error. If they differ,
-the profile does."""
+the profile does.
+"""
 
 
 class Row(NamedTuple):
     """The result of one load of one plan.
 
     Attributes:
-        by_size: the pace of the steps in each range of `SIZES`, or None if there were none."""
+        by_size: the pace of the steps in each range of `SIZES`, or None if there were none.
+    """
 
     plan: Plan
     report: BenchReport

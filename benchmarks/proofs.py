@@ -3,7 +3,8 @@
     python -m benchmarks.proofs [--profile FILE]
 
 The cases are those of docs/guide/bounds.md. --profile adds the case of `make demo`, with a measured profile of opt-125m
-on this machine."""
+on this machine.
+"""
 
 from __future__ import annotations
 

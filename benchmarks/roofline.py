@@ -6,7 +6,8 @@ Steps of the serving worker are timed without the engine's loop: decodes with ri
 context, and prompts. The floor of a step is the longer of two times: reading its weights and K/V at the memory's rate,
 and computing its products at the rate of one large matrix product. Both rates are measured in the same rounds as the
 steps. Each round includes all points, and a point's time is the mean of its calls in all rounds. Weights are random.
-Writes results/roofline.MODEL.DEVICE.DTYPE.json."""
+Writes results/roofline.MODEL.DEVICE.DTYPE.json.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Point:
     Attributes:
         what: the table to which the point belongs.
         bytes, flops: the least bytes and FLOPs of a step. Points that measure the machine's rates have only one of the
-            two."""
+            two.
+    """
 
     what: str
     batch: int
@@ -213,7 +215,8 @@ def kv_bytes(worker: Worker) -> float:
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:
     """Return the FLOPs of a prompt with logits for the last token. For other tokens, the last layer computes only
-    K/V."""
+    K/V.
+    """
     of_token = 2 * layer_params(spec) + attention_flops(spec, (length + 1) / 2)
     keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_of(spec.kinds[0], "float32") / BYTES_PER_ELEMENT["float32"]
     saved = of_token / spec.num_layers - keys_and_values
@@ -244,7 +247,8 @@ def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
 
 def tables(document: dict[str, Any]) -> str:
     """Return a table for each kind of step. The exponent states how time grows from the previous row: 1 is
-    proportional."""
+    proportional.
+    """
     lines = [
         f"{document['model']}, {document['dtype']}, {document['device']}, {document['backend']}, "
         f"{document['threads']} threads, torch {document['torch']}, {document['date']}: "

@@ -5,7 +5,8 @@
 This compares the plans of every search of the scheduler benchmark, of the contract tests' problems, and of `xgpt.plan`
 and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` and hashes over it are left
 out. The other commit's plans are stored in results/plans/COMMIT. The plans of this tree are made again, even after an
-interruption, unless --go-on is given."""
+interruption, unless --go-on is given.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def asked(arguments: Mapping[str, object]) -> dict[str, Plan]:
 
 def with_reuse(objective: str) -> dict[str, Plan]:
     """Return the plans for prompts with shared prefixes, and the plan that would replace the first one for other
-    lengths."""
+    lengths.
+    """
     from tools.structured import shared_prompts, write
 
     with tempfile.TemporaryDirectory() as folder:

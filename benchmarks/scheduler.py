@@ -8,7 +8,8 @@ pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the 
 latencies at the 99th percentile's length, and no bound. FT itself must keep a bound up to the longest output, since its
 batches end with their longest request. Static batching on its best placement keeps it at the 99th percentile like all
 others. All figures are predicted from datasheets. Each finished task is written to results/scenarios/ and read from
-there the next time."""
+there the next time.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Row:
         by_policy: the highest throughput of each policy that keeps the bound, requests a second.
         over_ft, over_static: throughput relative to FT's and to static batching's, or None if these do not keep the
             bound.
-        seconds: processor time from the problem to the plans of all policies of the choice."""
+        seconds: processor time from the problem to the plans of all policies of the choice.
+    """
 
     model: str
     cluster: str

@@ -2,7 +2,8 @@
 
 python -m benchmarks.session_attacks brute --problems 10
 python -m benchmarks.session_attacks attack --last 499 >> lines
-python -m benchmarks.session_attacks sum-up lines"""
+python -m benchmarks.session_attacks sum-up lines
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def random_law(rng: np.random.Generator, most: int) -> SessionLaw:
 
 def random_problem(rng: np.random.Generator) -> Problem:
     """Return a problem of short sessions. Its runs are as long as a plan's: in runs of 2,000 turns, queues that grow do
-    not yet break bounds, so that rates above the ceiling seem to be kept."""
+    not yet break bounds, so that rates above the ceiling seem to be kept.
+    """
     model = str(rng.choice(MODELS))
     most = 1500 if model == "opt-13b" else int(rng.choice([4000, 16_000]))
     workload = workload_of_law("random", random_law(rng, most))
@@ -130,7 +132,8 @@ def main() -> None:
 @click.option("--seconds", default=1000.0, show_default=True)
 def attack(first: int, last: int, tries: int, seconds: float) -> None:
     """Attack the ceiling of random problems by random settings. Each problem is a line, so that a file of lines can be
-    gone on with."""
+    gone on with.
+    """
     began = time.monotonic()
     for seed in range(first, last + 1):
         if time.monotonic() - began > seconds:

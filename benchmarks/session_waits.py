@@ -1,7 +1,8 @@
 """Compare the waiting of turns, and of prompts that share prefixes, with published measurements. Nothing is fitted.
 
 python -m benchmarks.session_waits published
-python -m benchmarks.session_waits own MODEL PROFILE STATS.json --blocks N"""
+python -m benchmarks.session_waits own MODEL PROFILE STATS.json --blocks N
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ STAGES = (
     *((46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25)),
 )
 """Requests a second at all eight replicas, and for how many seconds. The first fills the cache. The
-next stage begins when all have ended."""
+next stage begins when all have ended.
+"""
 GROUPS, EACH, SYSTEM, QUESTION, ANSWER, REPLICAS = 150, 5, 6000, 1200, 1000, 8
 APART_S = 1000.0
 ROUTES = ("at random", "by prefix")
@@ -81,7 +83,8 @@ class Ladder(NamedTuple):
     Attributes:
         quantile: None means that times are means.
         random: with routing at random, or in turn.
-        prefix: with routing by what replicas have."""
+        prefix: with routing by what replicas have.
+    """
 
     source: str
     engine: str
@@ -178,7 +181,8 @@ def ladders() -> Iterator[Row]:
 
 CHATS = {"mean TTFT, s": 4.350, "mean TPOT, s": 0.04847}
 """vLLM's multi-turn benchmark of 10 clients with 24 conversations, on Qwen3-8B, RTX 4090, vLLM 0.10.1.1 with its
-defaults, and without LMCache. Its default context would not fit, so a shorter one is assumed."""
+defaults, and without LMCache. Its default context would not fit, so a shorter one is assumed.
+"""
 CHAT = "gpustack, Evaluating LMCache Prefill Acceleration in vLLM: Qwen3-8B, RTX 4090"
 SEEDS = 5
 
@@ -257,7 +261,8 @@ def own(model: str, profile: Path, stats: Path, blocks: int, shared: int) -> Non
     """Predict vLLM's multi-turn benchmark on this machine from vLLM's profile (`xgpt profile --engine vllm`).
 
     STATS is what the benchmark wrote with --stats-json-output. Its clients send their turns as they did: each follows
-    the client's last answer."""
+    the client's last answer.
+    """
     rows = sorted(json.loads(stats.read_text()), key=lambda row: float(row["start_time_ms"]))
     inputs, outputs = (np.asarray([int(row[f"{name}_num_tokens"]) for row in rows]) for name in ("input", "output"))
     begun = np.asarray([row["start_time_ms"] for row in rows]) / 1e3

@@ -2,7 +2,8 @@
 
 python -m benchmarks.sessions flips
 python -m benchmarks.sessions evictions
-python -m benchmarks.sessions published"""
+python -m benchmarks.sessions published
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ class Hints(NamedTuple):
 
     Attributes:
         pause: standard deviation of the logarithm of the stated pause over the real one; None if none is stated.
-        last: whether it is told that a turn is the last one."""
+        last: whether it is told that a turn is the last one.
+    """
 
     pause: float | None = None
     last: bool = False
@@ -152,7 +154,8 @@ def share_found(run: TurnTimes, tokens: int, hints: Hints, scale: float = 1.0) -
     counts as never coming back.
 
     Args:
-        scale: factor on the rate at which the run's sessions begin."""
+        scale: factor on the rate at which the run's sessions begin.
+    """
     trace, sessions = run.trace, run.trace.sessions
     assert sessions is not None
     earlier = run.arrived_s[sessions.first][sessions.session] * (1 - 1 / scale)
@@ -205,7 +208,8 @@ SCALES, TURNS = (1.05, 1.1, 1.2, 1.4), 4000
 @main.command()
 def evictions() -> None:
     """Compare evicting what was used least recently with evicting by hints of the next pause, at a simulated replica's
-    times."""
+    times.
+    """
     columns = [*POLICIES, "nothing evicted", "more sessions by pause", "by pause and last turn"]
     table = [f"| sessions | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     gains = dict[str, float]()
@@ -245,7 +249,8 @@ def taken(run: TurnTimes, places: Ints) -> TurnTimes:
 
 def _most(run: TurnTimes, tokens: int, hints: Hints, by_use: float) -> float:
     """Return the largest factor on the rate of sessions, of `SCALES`, at which no more prompt tokens a second are
-    computed than by use at the run's own rate."""
+    computed than by use at the run's own rate.
+    """
     kept = (scale for scale in SCALES if scale * (1 - share_found(run, tokens, hints, scale)) <= 1 - by_use)
     return max(kept, default=1.0)
 
@@ -255,7 +260,8 @@ class Published(NamedTuple):
 
     Attributes:
         tokens: K/V memory, or None if it held everything.
-        hits: the share of prompt tokens that was found, by round."""
+        hits: the share of prompt tokens that was found, by round.
+    """
 
     source: str
     clients: int

@@ -12,7 +12,8 @@ the factors in `SWEEP`. With --json, an interrupted run continues.
 
 --classes sends half of a
 plan's capacity as interactive requests (priority 1, share 8), and the whole capacity as batch requests
-(priority 0, share 1)."""
+(priority 0, share 1).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ LONGER = {"agent": 8.0}
 PRECISION = 0.01
 UNSEEN_SEED, NUM_UNSEEN = 3, 50_000
 """Seed and size of the draw of lengths and arrivals on which gains are measured. No search sees this draw, and it is so
-long that chance changes gains little."""
+long that chance changes gains little.
+"""
 SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
 """Factors by which the planner's fixed budgets are multiplied."""
 
@@ -76,7 +78,8 @@ SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
 @dataclass(frozen=True)
 class Row:
     """One case. Rates are in requests a second. None means that no plan keeps the bounds, or that it is not simulated
-    yet."""
+    yet.
+    """
 
     model: str
     load: str
@@ -89,7 +92,8 @@ class Row:
     """The plans with fixed budgets, and slack's plan."""
     unseen: dict[str, float] = field(default_factory=dict)
     """The highest rates of these plans on the draw that no search has seen, and the ceiling, which no rule for steps
-    can exceed on their placements."""
+    can exceed on their placements.
+    """
 
     @property
     def case(self) -> tuple[str, str, float, float]:

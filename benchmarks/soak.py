@@ -6,7 +6,8 @@ A model with seeded weights runs with tensor parallelism on two cores, from a pl
 re-planning. Clients repeat twelve prompts. Halfway, prompts and outputs become longer. Each process is killed once: the
 engine, a worker, the launcher, the planning process, and the front, which a supervisor would start again, as this
 program does. A client whose connection breaks with the front asks again. Each answer must be the one that the
-undisturbed server gave."""
+undisturbed server gave.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class SoakRow:
         lost: requests that were never answered. wrong: answers that differ from the undisturbed ones.
         repeated: requests that were asked again, since the front was killed.
         longest_s: the longest time until an answer.
-        decisions: judgements of re-planning, by what they decided; "failed" among them."""
+        decisions: judgements of re-planning, by what they decided; "failed" among them.
+    """
 
     seconds: float = 0.0
     answered: int = 0

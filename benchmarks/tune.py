@@ -63,10 +63,12 @@ TTFT, TPOT = (3.0, 30.0), (1.3, 5.0)
 """Ranges of the bounds, as multiples of the times of a small batch."""
 SPREADS = {"tokens": 0.15, "encode_attention": 0.3, "decode_attention": 0.2, "head": 0.2, "overhead": 0.4}
 """Standard deviations of the logarithms of the hidden factors. Together they make mean TPOTs differ by 14% and TTFTs by
-33%, as published ones do from predictions with imported tables (configs/errors.json: 2,805 rows)."""
+33%, as published ones do from predictions with imported tables (configs/errors.json: 2,805 rows).
+"""
 PACE, TILT, MIXING, PATH_S = 0.12, 0.05, 0.15, 0.03
 """The same of all times together; standard deviation of the exponent with which times grow with a step's tokens; means
-of the cost of mixed steps and of the further seconds of a request's way."""
+of the cost of mixed steps and of the further seconds of a request's way.
+"""
 APART = 0.33, 0.14
 """Standard deviations by which TTFTs and TPOTs of published rows differ from predictions, as above."""
 NOISE, TIME_NOISE = 0.02, 0.03
@@ -114,7 +116,8 @@ class Machine:
     @property
     def best(self) -> float:
         """The highest true rate of all that were simulated, among them each candidate that is promising by closed forms
-        on the hidden times."""
+        on the hidden times.
+        """
         hidden = replace(self.model.problem, profile=self.profile, engine=self.engine)
         closed = self.model.rates_of(hidden)
         likely = np.flatnonzero(closed >= 0.85 * closed.max())
@@ -135,7 +138,8 @@ def _tilted(profile: Profile, rng: np.random.Generator) -> Profile:
 
 class Outcome(NamedTuple):
     """The true rate of the recommended candidate after each measurement, and whether the strategy ended by its own
-    proof that no candidate is better by more than the tolerance."""
+    proof that no candidate is better by more than the tolerance.
+    """
 
     rates: list[float]
     proven: bool
@@ -284,7 +288,8 @@ class Sweep(NamedTuple):
     Attributes:
         places: logarithms of the clients and of the devices. # [candidates, 2]
         measured, predicted: requests/s for each device, 0 beyond the bound on TPOT. # [candidates]
-        likely: the same predictions under random errors of all TTFTs, and of all TPOTs. # [samples, candidates]"""
+        likely: the same predictions under random errors of all TTFTs, and of all TPOTs. # [samples, candidates]
+    """
 
     name: str
     places: Array

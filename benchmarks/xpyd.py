@@ -7,7 +7,8 @@ full decode batches within TPOT, and busy prefill groups. In order of these boun
 can serve more: one queue before the prefill groups, whose steps take one prompt or up to 8192 tokens, whichever
 serves more; then decode groups in turn. This simulation shares only step times with the planner's. K/V moves in no
 time, so that xPyD is flattered. The plan has no headroom, as xPyD has none. --record stores the rows; those of other
-problems stay."""
+problems stay.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ class Case:
 
     def first_s(self, split: Split, rate: float, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Return when each request arrives, and when its first token is computed, if a prefill step takes up to
-        `budget` prompt tokens, or one prompt. # [requests] each"""
+        `budget` prompt tokens, or one prompt. # [requests] each
+        """
         alone, step = self.prefill_s(split.p), self.lane(split.p).step
         arrivals, lengths = np.cumsum(self.gaps) / rate, self.inputs.tolist()
         free, ends, i, waits = [0.0] * split.x, np.empty(NUM_REQUESTS), 0, arrivals.tolist()
@@ -136,7 +138,8 @@ class Case:
 
     def tpot_s(self, split: Split, ready_s: np.ndarray) -> np.ndarray:
         """Return each request's seconds per token after the first, if decode groups get requests in turn at `ready_s`.
-        # [requests]"""
+        # [requests]
+        """
         sizes, step_s = self.decode_s(split.d)
         found, order = np.zeros(NUM_REQUESTS), np.argsort(ready_s, kind="stable")
         for group in (order[g :: split.y].tolist() for g in range(split.y)):
@@ -170,7 +173,8 @@ class Case:
     def best(self, ttft_s: float, tpot_s: float) -> tuple[float, Split]:
         """Return the highest rate that keeps the bounds, and its division.
 
-        The division with the highest bound is simulated next: without a bound on TPOT, then with it."""
+        The division with the highest bound is simulated next: without a bound on TPOT, then with it.
+        """
         queue = [(-self.bound(split, ttft_s, tpot_s), 0, split) for split in self.splits()]
         heapify(queue)
         while True:
@@ -204,7 +208,8 @@ class Case:
 
 def solved(case: Case, name: str, workload: str, factors: tuple[float, float]) -> tuple[str, ...]:
     """Return the bounds in milliseconds, the plan's rate and the rate that it proves to be the highest, xPyD's rate by
-    hand, and the ratio."""
+    hand, and the ratio.
+    """
     ttft_s, tpot_s = case.bounds_s(*factors)
     most, best = case.best(ttft_s, tpot_s)
     given = {"model": name, "cluster": CLUSTERS[name], "workload": workload}

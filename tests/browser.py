@@ -31,7 +31,8 @@ class Page:
     """One page of a browser.
 
     Attributes:
-        complaints: what it has written to its console as an error, and exceptions of its scripts."""
+        complaints: what it has written to its console as an error, and exceptions of its scripts.
+    """
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
@@ -48,7 +49,8 @@ class Page:
         """The result of a command of the protocol.
 
         Raises:
-            RuntimeError: it failed."""
+            RuntimeError: it failed.
+        """
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": params}
         if self._session is not None:
@@ -75,7 +77,8 @@ class Page:
         """Until an expression in the page is true.
 
         Raises:
-            TimeoutError: it does not become so."""
+            TimeoutError: it does not become so.
+        """
         until_s = time.monotonic() + within_s
         while not self.run(condition):
             if time.monotonic() > until_s:
@@ -109,7 +112,8 @@ def browser(profile: Path) -> Iterator[Page]:
     """A page of a headless Chromium until the end of the block.
 
     Args:
-        profile: a directory of its own."""
+        profile: a directory of its own.
+    """
     assert CHROMIUM is not None
     to_browser, from_us = os.pipe()
     from_browser, to_us = os.pipe()

@@ -22,7 +22,8 @@ class Block:
     Attributes:
         page: path of the page.
         line: number of its first line.
-        language: of a fenced block; empty if it is indented, or names none."""
+        language: of a fenced block; empty if it is indented, or names none.
+    """
 
     page: str
     line: int

@@ -60,7 +60,8 @@ class EngineThreads:
 
 def in_threads(engine: ListenedEngine) -> RemoteEngine:
     """Return an engine that runs in threads of this process and has the interface of `RemoteEngine`, for tests and
-    small servers. It cannot be restarted."""
+    small servers. It cannot be restarted.
+    """
 
     def launch(_: Plan) -> EngineThreads:
         raise MachineError("an engine in this process cannot be restarted")

@@ -4,7 +4,8 @@
 
 FAKE_STEP_S, FAKE_TOKEN_S: seconds of each step, and of each token in it. FAKE_MOST_SEQS: with more, it does not start
 for lack of memory. FAKE_DIES_AFTER: number of answers after which it ends. /metrics has what vLLM's page has. K/V of
-prompts and answers is kept for ever."""
+prompts and answers is kept for ever.
+"""
 
 from __future__ import annotations
 

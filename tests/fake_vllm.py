@@ -4,7 +4,8 @@ A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.ex
 beginning of its own answer is answered with what follows. A decode lane answers
 so only those whose K/V it is told to be where the encode lane has left it. A prompt that begins with `FAILS` fails in
 the lane that it comes to first, one that begins with `DIES` ends the process, one with `HANGS` stalls it.
-FAKE_VLLM_STEP_S: seconds of a step."""
+FAKE_VLLM_STEP_S: seconds of a step.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ class FakeExecutor(OneAtATime):
     Args:
         step_s: seconds that a step takes.
         fail_at: a token whose coming raises RuntimeError instead.
-        comes_back: whether it can go on afterwards."""
+        comes_back: whether it can go on afterwards.
+    """
 
     def __init__(self, step_s: float = 0.0, fail_at: int | None = None, comes_back: bool = False) -> None:
         super().__init__()

@@ -15,7 +15,8 @@ def compile_all(cache: Path, *, wait: bool) -> None:
     """Compile into numba's cache, which the processes share, the kernels and simulations that are not in it.
 
     Args:
-        wait: also wait for those that other processes are compiling."""
+        wait: also wait for those that other processes are compiling.
+    """
     import xsimulator
     from xrunner import cpu
 

@@ -1,6 +1,7 @@
 """Two rings of tests: `make test` runs the first in minutes, `make test-all` both.
 
-What takes long is marked `long`. A test over many cases or random draws runs a few of them in the first ring."""
+What takes long is marked `long`. A test over many cases or random draws runs a few of them in the first ring.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def few(cases: Iterable[Any], count: int = 1, *, whole: bool = False) -> list[An
     """Return the cases for `parametrize`, those after the first `count` marked long.
 
     Args:
-        whole: each case is the value of one parameter, even if it is a tuple."""
+        whole: each case is the value of one parameter, even if it is a tuple.
+    """
     cases = list(cases)
     later = ((case,) if whole else _values(case) for case in cases[count:])
     return [*cases[:count], *(pytest.param(*values, marks=pytest.mark.long) for values in later)]

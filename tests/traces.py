@@ -208,7 +208,8 @@ def lmsys() -> str:
 
 def over_time(page: str) -> str:
     """Return a page of metrics as Prometheus answers a query over time: each counter grows from 7 by the page's value,
-    and its process restarts halfway."""
+    and its process restarts halfway.
+    """
     result = []
     for line in page.splitlines():
         if line[:1] != "#":

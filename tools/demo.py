@@ -18,7 +18,8 @@ DIRECTORY = Path("demo")
 LATENCY_BOUND_S = 9.8
 NUM_REQUESTS, LEAST_REQUESTS, MOST_S = 120, 24, 120.0
 """`NUM_REQUESTS` requests are measured, or if these would take longer than `MOST_S` seconds, fewer, but at least
-`LEAST_REQUESTS`."""
+`LEAST_REQUESTS`.
+"""
 
 
 def plan_for(bound_s: float, path: str) -> None:
@@ -44,7 +45,8 @@ def measure(path: str) -> BenchReport:
 
 def has_changed(report: BenchReport) -> bool:
     """Return whether the machine has changed since it was profiled: steps took longer than the plan allows, or a figure
-    is outside its usual range and the load, the clock rate or the steps' pace differ."""
+    is outside its usual range and the load, the clock rate or the steps' pace differ.
+    """
     differs = report.differences is not None or abs((report.pace or 1.0) - 1) > NOTABLE
     return report.is_disturbed or (report.is_outside and differs)
 
@@ -74,7 +76,8 @@ def _show(command: list[str]) -> None:
 def main() -> None:
     """Plan, serve and measure the default model. All files are written to ./demo.
 
-    If the machine has changed since it was profiled, it is profiled again, and the new plan is measured."""
+    If the machine has changed since it was profiled, it is profiled again, and the new plan is measured.
+    """
     DIRECTORY.mkdir(exist_ok=True)
     path = str(DIRECTORY / "plan.json")
     plan_for(LATENCY_BOUND_S, path)

@@ -16,7 +16,8 @@ def reachable(model: type[BaseModel], seen: list[type[BaseModel]] | None = None)
     """Yield a type and the types of its fields, each once, in the order of reading.
 
     Args:
-        seen: types to leave out. Yielded types are added."""
+        seen: types to leave out. Yielded types are added.
+    """
     seen = [] if seen is None else seen
     if model in seen:
         return

@@ -3,7 +3,8 @@
     python -m tools.make_config_defaults
 
 Only single numbers are written, because readers compute lists from the number of layers. Sizes that a class derives
-from other sizes, such as K/V heads from heads, are also left to the readers."""
+from other sizes, such as K/V heads from heads, are also left to the readers.
+"""
 
 from __future__ import annotations
 

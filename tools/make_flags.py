@@ -4,7 +4,8 @@
 
 vLLM's newest wheel comes first. From earlier wheels, only flags that the newest no longer has are kept. If the source
 does not show whether a flag takes a value, the flag takes a value if one follows. tests/vllm compares the newest flags
-with vLLM's own parser."""
+with vLLM's own parser.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def argparse_flags(tree: ast.AST, fields: Fields | None = None) -> Flags:
     """Return the flags of calls of `add_argument`.
 
     Args:
-        fields: annotations of vLLM's configs, from which vLLM creates keywords by `get_kwargs(Config)["field"]`."""
+        fields: annotations of vLLM's configs, from which vLLM creates keywords by `get_kwargs(Config)["field"]`.
+    """
     flags: Flags = {}
     sources = _sources(tree)
     for call in ast.walk(tree):
@@ -124,7 +126,8 @@ def field_flags(tree: ast.AST, only: str | None = None) -> Flags:
     """Return the flags of the annotated fields of classes.
 
     Args:
-        only: the only class to read. None means all classes, in which fields annotated `A[type, help]` are flags."""
+        only: the only class to read. None means all classes, in which fields annotated `A[type, help]` are flags.
+    """
     flags: Flags = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef) or only not in (None, node.name):

@@ -3,7 +3,8 @@ two charts.
 
     python -m tools.make_gallery
 
-Every figure in a sentence comes from a plan that its command has just made."""
+Every figure in a sentence comes from a plan that its command has just made.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Entry:
 
     Attributes:
         commands: the commands by label.
-        says: returns the sentences."""
+        says: returns the sentences.
+    """
 
     question: str
     commands: dict[str, str]

@@ -1,6 +1,7 @@
 """Draw the pictures of docs from stored figures.
 
-python -m tools.make_pictures"""
+python -m tools.make_pictures
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write the stored tables of benchmarks/results into the pages of docs/results, and draw the pictures of docs.
 
-python -m tools.make_results"""
+python -m tools.make_results
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Photograph the report, the planning page and the live page of a server: `python -m tools.make_screens [FOLDER]`.
 
 It writes NAME.png at 1280 px, and with FOLDER also NAME-400.png as a telephone shows it. It needs chromium, two cores
-at rest, and some minutes."""
+at rest, and some minutes.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 python -m tools.make_workload lengths trace.csv --name N --source S -o workload.yaml
 python -m tools.make_workload conversations --requests 5000 --think-s 30 -o conversations.jsonl
 python -m tools.make_workload shared-prompts --prompts 100 -o agents.jsonl
-python -m tools.make_workload reuse trace.jsonl"""
+python -m tools.make_workload reuse trace.jsonl
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def _reuse(trace: TraceLengths) -> str:
     """Print how much of a trace's prompts is reusable, at which distances, and how large a cache this takes.
 
     Raises:
-        InputError: the trace does not state what requests share."""
+        InputError: the trace does not state what requests share.
+    """
     if trace.prefixes is None:
         raise InputError("trace", "lengths alone", "give JSON lines with hash_ids, which say what requests share")
     curve = ReuseCurve(trace, min(BLOCK, trace.prefixes.block_size))

@@ -3,7 +3,8 @@
     python -m tools.measures [COMMIT]
 
 With a commit, this also measures the commit, and divides this tree's lines into those of files that existed then
-(git follows renames) and those of new files."""
+(git follows renames) and those of new files.
+"""
 
 from __future__ import annotations
 

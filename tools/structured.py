@@ -47,7 +47,8 @@ def conversations(
     Args:
         rate_per_s: mean requests a second.
         think_s: mean time from a turn's arrival to the next one's.
-        most_tokens: largest number of tokens of a conversation."""
+        most_tokens: largest number of tokens of a conversation.
+    """
     ids = _Ids()
     systems = [ids.fresh(system_tokens // BLOCK) for _ in range(system_prompts)]
     popularity = 1 / np.arange(1, system_prompts + 1)
@@ -91,7 +92,8 @@ def shared_prompts(
 
     Args:
         prompts: number of shared prompts. The probability of the n-th is proportional to n ** -exponent.
-        prompt_tokens: mean of the shared prompts' lengths, which are exponentially distributed."""
+        prompt_tokens: mean of the shared prompts' lengths, which are exponentially distributed.
+    """
     ids = _Ids()
     shared = [ids.fresh(_length(prompt_tokens, rng) // BLOCK) for _ in range(prompts)]
     popularity = np.arange(1, prompts + 1) ** -exponent

@@ -80,7 +80,8 @@ def lines(
 def histograms(title: str, rows: Mapping[str, Sequence[float]], *, least: float, most: float, step: float) -> str:
     """Draw one histogram a row of values in percent: zero, the median, and the band that holds nine tenths.
 
-    Values beyond the ends count in the last bars."""
+    Values beyond the ends count in the last bars.
+    """
     each, right = 104.0, WIDTH - RIGHT
     height = TOP + each * len(rows) + BOTTOM
     parts = [text(8, 20, title, kind="title")]

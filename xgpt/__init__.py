@@ -5,7 +5,8 @@
 
 `xgpt` connects four packages: `xprofiler` measures step times, `xsimulator` predicts a schedule's figures, `xscheduler`
 finds the best schedule under a latency bound, and `xrunner` executes the schedule. `xgpt.api` documents the functions.
-They are loaded when they are first used."""
+They are loaded when they are first used.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
 in tokens, and prices are per device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
-workloads are shipped names, paths of files, or objects of `xgpt.core.schema`."""
+workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +207,8 @@ def fleet(
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
         InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
-        MachineError: this machine cannot be measured."""
+        MachineError: this machine cannot be measured.
+    """
     from xgpt.solving import plan_fleet_of
     from xscheduler.fleet.day_load import read_day
 
@@ -224,7 +226,8 @@ def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike) -> Followed
         trace: a day's load, as for `fleet`.
 
     Raises:
-        InputError: the trace is malformed, or a plan's profile is not on this machine."""
+        InputError: the trace is malformed, or a plan's profile is not on this machine.
+    """
     from xgpt.solving import follow_day
 
     return follow_day(_fleet(fleet), Path(trace))
@@ -414,7 +417,8 @@ def calibrate(
 
     Raises:
         InputError: a file is not such a result, its requests do not fit into the plan's memory, or the plan's profile
-            is not on this machine."""
+            is not on this machine.
+    """
     from xgpt.calibrating import calibrate as fit
     from xgpt.calibrating import read_loads
     from xprofiler.store import profile_of
@@ -483,7 +487,8 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 
     Raises:
         InputError: the requests do not fit into the plan's memory, or arguments cannot be combined.
-        MachineError: the server does not start or dies, or the endpoint does not answer."""
+        MachineError: the server does not start or dies, or the endpoint does not answer.
+    """
     from xgpt import benchmark as benches
     from xgpt.core.progress import silent
     from xgpt.resolve import workload_of
@@ -558,7 +563,8 @@ def check(
     Raises:
         InputError: the settings are not known, or the server serves another model.
         InfeasibleError: the model does not fit on the devices.
-        MachineError: the server does not answer, or is lost meanwhile."""
+        MachineError: the server does not answer, or is lost meanwhile.
+    """
     from xgpt.calibrating import read_loads
     from xgpt.tuning.check import check, served_by
     from xgpt.tuning.problem import EngineProblem, engine_problem
@@ -603,7 +609,8 @@ def tune(
     Raises:
         InputError: an argument is not accepted, or the journal is of another search.
         InfeasibleError: the model does not fit on the devices.
-        MachineError: no engine starts, another search runs on this machine, or the time is too short."""
+        MachineError: no engine starts, another search runs on this machine, or the time is too short.
+    """
     from xgpt.tuning.engines import Host, Manual, Template, Vllm
     from xgpt.tuning.journal import alone
     from xgpt.tuning.problem import engine_problem
@@ -653,7 +660,8 @@ def watch(
 
     Raises:
         InputError: the plan's profile is not on this machine, or an argument is not accepted.
-        MachineError: no metrics that are known are at a URL, or a command of `apply` fails."""
+        MachineError: no metrics that are known are at a URL, or a command of `apply` fails.
+    """
     from threading import Event as NewEvent
 
     from xgpt.tuning.watch import watch
@@ -733,7 +741,8 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
         on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:
-        MachineError: the port cannot be opened."""
+        MachineError: the port cannot be opened.
+    """
     from xgpt.exploring.ui import serve
 
     serve(port, on_ready)
@@ -771,7 +780,8 @@ def serve(
 
     Raises:
         InputError: the plan or an argument is not accepted.
-        MachineError: devices, memory or a port are missing, or the engine does not start."""
+        MachineError: devices, memory or a port are missing, or the engine does not start.
+    """
     from xgpt.serving import serve as serving
 
     serving.serve(_plan(plan), parse_arguments(dict(asked), serving.ServeRequest), on_note)
@@ -792,7 +802,8 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool =
         url: the server's URL.
 
     Raises:
-        MachineError: the server does not start, or dies."""
+        MachineError: the server does not start, or dies.
+    """
     from xgpt import benchmark as benches
 
     with (

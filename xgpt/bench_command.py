@@ -32,7 +32,8 @@ def read_benchmark(command: str, workload: str | Workload | None = None, seed: i
         workload: lengths of the data set, by name, by file, or as histograms.
 
     Raises:
-        InputError: the command is none of a known tool, or its load is not known."""
+        InputError: the command is none of a known tool, or its load is not known.
+    """
     try:
         words = shlex.split(command, comments=True)
     except ValueError as error:

@@ -65,7 +65,8 @@ NOTABLE_WAIT = 0.1
 """A step counts as waiting for a core if the wait is at least this share of the step's time."""
 MARGIN = 0.01
 """Share by which the figures of two equal runs may differ. Requests are sent, and windows end, at slightly different
-times."""
+times.
+"""
 URL_VOCABULARY = 1000
 """Only token ids below this number are sent to an endpoint with an unknown vocabulary. Any vocabulary is larger."""
 
@@ -80,7 +81,8 @@ class Load:
         arrivals: the arrival process. None means a closed loop.
         stream: whether responses are streamed. A plan's figures come from the engine's log either way. On a machine
             with two cores, a client that reads token by token lengthens decode steps by a tenth.
-        ca_file: PEM file with the certificate authorities for an https endpoint. None means the system's."""
+        ca_file: PEM file with the certificate authorities for an https endpoint. None means the system's.
+    """
 
     num_requests: int = 300
     workload: Workload | None = None
@@ -121,7 +123,8 @@ def bench(
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
-        InputError: the requests do not fit into the plan's memory, or too few steps were measured to fit a profile."""
+        InputError: the requests do not fit into the plan's memory, or too few steps were measured to fit a profile.
+    """
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
         workload = load.workload or load_workload("summarization")
@@ -168,7 +171,8 @@ def bench_plan(
 
     Raises:
         MachineError: the server does not start, or dies.
-        InputError: the plan cannot hold the workload's requests."""
+        InputError: the plan cannot hold the workload's requests.
+    """
     load = replace(load, workload=load.workload or plan.workload)
     rates, differs = [gflops()], None if profile is None else differences(profile)
     drawn, results, busy_s, log = replayed(plan, load, rng, engine=engine, server=server, progress=progress)
@@ -195,7 +199,8 @@ class Drawn(NamedTuple):
 
 class Replayed(NamedTuple):
     """The result of `replayed`: the requests, the client's results, how many seconds each worker was busy, and the
-    executed steps. Busy times are known only for pipelines of xgpt's engine."""
+    executed steps. Busy times are known only for pipelines of xgpt's engine.
+    """
 
     drawn: Drawn
     results: list[ClientResult]
@@ -395,7 +400,8 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress
 
     Raises:
         InputError: the load's `ca_file` contains no certificate, or XGPT_API_KEY is not a valid key.
-        MachineError: nothing answers at the URL, or every request failed."""
+        MachineError: nothing answers at the URL, or every request failed.
+    """
     workload, num_requests = load.workload, load.num_requests
     assert workload is not None
     inputs, outputs = sample(workload, num_requests, rng)
@@ -448,7 +454,8 @@ def served(
     options: Sequence[str] = (),
 ) -> Iterator[str]:
     """Run `xgpt serve` in a separate process, on a free port, and yield its URL. The process ends with the `with`
-    block."""
+    block.
+    """
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [*run_module("xgpt"), "serve", str(plan_path), "--port", "0", "--engine", engine]

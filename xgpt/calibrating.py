@@ -2,7 +2,8 @@
 
 Each measured load is simulated with its own lengths, and with its number of clients or its arrival rate. The values of
 `xsimulator.fitted.Fit` are fitted to the mean TTFT and the mean time between tokens. If there are several loads, every
-second one is left out of the fit. The fit's error is measured on these. A prediction that is already good stays."""
+second one is left out of the fit. The fit's error is measured on these. A prediction that is already good stays.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ ROUNDS = 6
 SHIFT = 4.0
 MOST_PATH_S = 0.5
 """Longest fitted time of a request outside the engine's loop. A longer one is a queue, which no parameter describes: a
-load below saturation shows it."""
+load below saturation shows it.
+"""
 ERRORS = {1: 0.1, 2: 0.03}
 """Standard deviations of the logarithmic errors of mean TTFT and mean time between tokens (indices of `Figures`)."""
 PRIOR = np.asarray((0.5, 0.3, 0.2, 0.5))
 """Standard deviations of the fitted values: logarithms of the factor on decode and of that on prefill relative to it,
-the time added to a step as a share of the time between tokens, and that added to a request as a share of TTFT."""
+the time added to a step as a share of the time between tokens, and that added to a request as a share of TTFT.
+"""
 UNKNOWN = 0.7
 """A value is hardly determined if the loads leave more than this share of its deviation."""
 SHOWN_BY = (
@@ -52,7 +55,8 @@ QUEUED = 3.0
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
 MOSTLY = 0.8
 """A load with a rate counts as a closed loop if, on average, at least this share of the allowed number of concurrent
-requests run."""
+requests run.
+"""
 Figures = tuple[float, float, float]
 Array = npt.NDArray[np.float64]
 
@@ -63,7 +67,8 @@ class MeasuredLoad(NamedTuple):
     Attributes:
         inputs, outputs: tokens of each request, or a single mean if the file states only a mean.
         clients, rate_per_s: number of concurrent clients, or rate at which requests are sent. The other one is None.
-        num_requests: number of requests that ended. None means not known."""
+        num_requests: number of requests that ended. None means not known.
+    """
 
     source: str
     inputs: tuple[float, ...]
@@ -117,7 +122,8 @@ class CalibratedLoads:
 
     Attributes:
         engine: the plan's engine or, if the plan has none, the profile's. It contains the fitted time of a request
-            outside the engine's loop."""
+            outside the engine's loop.
+    """
 
     profile: Profile
     engine: EngineSpec
@@ -126,7 +132,8 @@ class CalibratedLoads:
 
 def calibrate(plan: PlanDraft, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
     """Fit a plan's profile and engine to measured loads. Return both, with the prediction errors before and after the
-    fit."""
+    fit.
+    """
     used = tuple(len(loads) < 2 or i % 2 == 0 for i in range(len(loads)))
     plan = plan if plan.engine is not None else plan.but(engine=_bare_engine(profile))
     first = [predicted(plan, profile, load) for load in loads]
@@ -175,7 +182,8 @@ def _fit(plan: PlanDraft, profile: Profile, loads: Sequence[tuple[MeasuredLoad, 
     hardly determine.
 
     Logarithmic errors of mean TTFT and mean time between tokens have the standard deviations `ERRORS`, and the values
-    those of `PRIOR`. A TTFT that contains a queue which is not predicted says nothing about these values."""
+    those of `PRIOR`. A TTFT that contains a queue which is not predicted says nothing about these values.
+    """
     assert plan.engine is not None
     gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
     queues = [load.ttft_s > MOST_PATH_S + QUEUED * figures[1] for load, figures in loads]
@@ -235,7 +243,8 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
     """Read the loads in a result file of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
     Raises:
-        InputError: the file is not such a result, or a figure is missing."""
+        InputError: the file is not such a result, or a figure is missing.
+    """
     try:
         data = read_json(read_text(path, "measured"))
     except ValueError as error:

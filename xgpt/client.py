@@ -26,7 +26,8 @@ class ClientRequest:
     """A request to send.
 
     Attributes:
-        output_length: exact number of output tokens. None means that the model or `max_tokens` ends the output."""
+        output_length: exact number of output tokens. None means that the model or `max_tokens` ends the output.
+    """
 
     prompt_ids: Sequence[int]
     output_length: int | None
@@ -36,7 +37,8 @@ class ClientRequest:
 
 class ServerTimes(msgspec.Struct):
     """Times that the server measured: seconds from its receipt of a request to the first step, the first token, and the
-    last token."""
+    last token.
+    """
 
     queued_s: float
     ttft_s: float
@@ -54,7 +56,8 @@ class ClientResult:
         server: times that the server measured, or None if it reported none. Only xgpt's server reports them.
         error: why the request failed, on one line, or None if it did not fail.
         is_lost: whether the request failed because the server stopped answering. In a closed loop, the client that sent
-            this request then sends no more."""
+            this request then sends no more.
+    """
 
     send_s: float
     end_s: float = 0.0
@@ -139,7 +142,8 @@ async def replay(
     Raises:
         InputError: `concurrency` is below 1, a request of a closed loop has `send_at_s`, or a request of an open loop
             has none.
-        MachineError: no server answers at `url`. (Errors of single requests are in their results.)"""
+        MachineError: no server answers at `url`. (Errors of single requests are in their results.)
+    """
     if concurrency is not None and concurrency < 1:
         raise InputError("concurrency", concurrency, "give at least 1 client")
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
@@ -182,7 +186,8 @@ class ClientTurn(NamedTuple):
     """A turn of a session to send.
 
     Attributes:
-        kept: number of tokens of the session so far with which its prompt begins. None means all."""
+        kept: number of tokens of the session so far with which its prompt begins. None means all.
+    """
 
     added: Sequence[int]
     output_length: int
@@ -201,7 +206,8 @@ async def replay_sessions(
 ) -> list[list[ClientResult]]:
     """Send sessions to the server at `url`, each in a loop of its own: a turn follows a pause after the answer before
     it, and its prompt contains that answer. Return the results of each session's turns. A session ends with its first
-    turn that fails."""
+    turn that fails.
+    """
     async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:
             model = await _served_model(connection, url)
@@ -244,7 +250,8 @@ async def served_model(url: str, api_key: str | None = None, ca_file: Path | Non
     """Return the name of the model that the server at `url` serves.
 
     Raises:
-        MachineError: no server answers at `url`, or not as an OpenAI-compatible endpoint does."""
+        MachineError: no server answers at `url`, or not as an OpenAI-compatible endpoint does.
+    """
     async with _Connections(url, ca_file, api_key) as connections, connections.one() as connection:
         return (await _served_model(connection, url)).id
 
@@ -331,7 +338,8 @@ class _Client:
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
         """Return the request's fields that set the output's length. xgpt's server does not tell its scheduler this
-        length. Other servers get the length as `max_tokens`."""
+        length. Other servers get the length as `max_tokens`.
+        """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
         ending: dict[str, Any] = {} if request.output_length is None else {"max_tokens": request.output_length}
@@ -386,7 +394,8 @@ TIMEOUT_S = 10.0
 
 def busy_of_workers(url: str) -> dict[str, float]:
     """Return how many seconds each worker has executed steps since its start. This first waits long enough for every
-    worker to report."""
+    worker to report.
+    """
     time.sleep(TOLD_WITHIN_S)
     samples = read_samples(url, ["xgpt_busy_seconds_total{"], TIMEOUT_S, own_api_key())
     if samples is None:

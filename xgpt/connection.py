@@ -1,7 +1,8 @@
 """HTTP/1.1 connections to servers of others: h11 for the protocol, and asyncio's streams for the network.
 
 The load client shares the machine with the measured engine, and on a few cores it takes time from the engine. A request
-takes 1.6 ms of a core's time with httpx, and 0.6 ms with this module."""
+takes 1.6 ms of a core's time with httpx, and 0.6 ms with this module.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def tls_context(ca_file: Path | None = None) -> ssl.SSLContext:
     The context is cached, since creating one reads the certificates of about a hundred authorities.
 
     Raises:
-        InputError: the file contains no certificate."""
+        InputError: the file contains no certificate.
+    """
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
@@ -51,7 +53,8 @@ def own_api_key() -> str | None:
     """Return the key in XGPT_API_KEY, or None if the variable is not set.
 
     Raises:
-        InputError: the key is malformed. The message never contains the key."""
+        InputError: the key is malformed. The message never contains the key.
+    """
     key = os.environ.get("XGPT_API_KEY")
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
         raise InputError("XGPT_API_KEY", "*" * len(key), "a key consists of printable ASCII characters without blanks")
@@ -62,7 +65,8 @@ def parts_of(url: str, field: str = "url") -> tuple[SplitResult, str, int | None
     """Return the parts of a server's URL, its host and its port.
 
     Raises:
-        InputError: `url` is not an http or https URL. Errors call it `field`."""
+        InputError: `url` is not an http or https URL. Errors call it `field`.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -78,7 +82,8 @@ async def within(seconds: float, work: Awaitable[T], late: str) -> T:
     """Await `work` for at most this time, and return its result.
 
     Raises:
-        TimeoutError: `work` takes longer than `seconds`. The message begins with `late`."""
+        TimeoutError: `work` takes longer than `seconds`. The message begins with `late`.
+    """
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -98,7 +103,8 @@ def answer_of(
 
     Raises:
         OSError, h11.ProtocolError: the request failed (see `Failure`).
-        InputError: `url` is not an http or https URL."""
+        InputError: `url` is not an http or https URL.
+    """
 
     async def ask() -> tuple[int, bytes]:
         connection = Connection(url, api_key=api_key, most=most)
@@ -122,7 +128,8 @@ class Connection:
         ca_file: certificate authorities for an https server. None means the default of `tls_context`.
 
     Raises:
-        InputError: `url` is not an http or https URL, or `ca_file` contains no certificate."""
+        InputError: `url` is not an http or https URL, or `ca_file` contains no certificate.
+    """
 
     def __init__(
         self, url: str, ca_file: Path | None = None, api_key: str | None = None, most: int | None = None
@@ -145,7 +152,8 @@ class Connection:
         """Send a request with a JSON body, and return the response's status.
 
         Raises:
-            OSError, h11.ProtocolError: the request failed (see `Failure`)."""
+            OSError, h11.ProtocolError: the request failed (see `Failure`).
+        """
         if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
             self.close()
             opening = asyncio.open_connection(*self._address, ssl=self._tls)

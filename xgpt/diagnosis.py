@@ -24,7 +24,8 @@ STEADY = 0.10
 CLOCK_S = 1.0
 FEW_FILES = 1024
 """Largest limit on open files at which a higher limit is recommended. An endpoint needs an open file for each
-connection."""
+connection.
+"""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
 
 

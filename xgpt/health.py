@@ -1,6 +1,7 @@
 """The container's health check: find out whether the server on this machine answers /health.
 
-python -m xgpt.health     # the port in XGPT_PORT, or 8000; XGPT_SCHEME=https for TLS; exit code 0 or 1"""
+python -m xgpt.health     # the port in XGPT_PORT, or 8000; XGPT_SCHEME=https for TLS; exit code 0 or 1
+"""
 
 from __future__ import annotations
 

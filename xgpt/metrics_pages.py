@@ -18,7 +18,8 @@ def read_samples(url: str, names: Iterable[str], seconds: float, api_key: str | 
     """Return the samples on the page of the server at `url`, or None if there is no page within `seconds`.
 
     Args:
-        names: beginnings of the names of samples. Others are skipped."""
+        names: beginnings of the names of samples. Others are skipped.
+    """
     try:
         status, body = answer_of(f"{url.rstrip('/')}/metrics", seconds=seconds, most=MOST_BYTES, api_key=api_key)
     except Failure:

@@ -1,5 +1,6 @@
 """Make a planning problem from a request: resolve names, find or measure a profile, and read the acceptance of drafts.
-The acceptance is given as shares or by a server's metrics page."""
+The acceptance is given as shares or by a server's metrics page.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
-        MachineError: the machine cannot be measured."""
+        MachineError: the machine cannot be measured.
+    """
     spec, checkpoint, found = _model(request)
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if request.price is not None:
@@ -108,7 +110,8 @@ def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     """Return the settings of speculative decoding, or None if the request has no draft. If the request does not state
-    the number of draft tokens, it is the number of shares in `acceptance`, or `FEW_AHEAD` for a single share."""
+    the number of draft tokens, it is the number of shares in `acceptance`, or `FEW_AHEAD` for a single share.
+    """
     method = request.speculative
     if method is None:
         for name in ("speculative_tokens", "acceptance", "draft_model"):
@@ -262,7 +265,8 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
     Args:
         given: these shares; or the path of a metrics page; or one number: the probability that a draft token is
             accepted if all previous ones are.
-        tokens: number of draft tokens, or None if not known."""
+        tokens: number of draft tokens, or None if not known.
+    """
     if isinstance(given, tuple):
         return given
     if isinstance(given, str):
@@ -280,7 +284,8 @@ def from_metrics(path: Path) -> tuple[float, ...]:
     """Read a metrics page of vLLM or SGLang, and return the same shares as `shares_of`.
 
     vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens per step. All
-    positions then get the same probability of acceptance."""
+    positions then get the same probability of acceptance.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -43,7 +43,8 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
             shipped config. The network is never used.
 
     Raises:
-        InputError: there is no such model, or the file does not describe a model."""
+        InputError: there is no such model, or the file does not describe a model.
+    """
     name = known_id(name)
     if hub.is_id(name) and not Path(name).exists():
         return _load_by_id(name, config)
@@ -90,7 +91,8 @@ def load_cluster(name: str) -> ClusterSpec:
 
     Raises:
         InputError: there is no such cluster, or the file does not describe a cluster.
-        MachineError: this machine has fewer devices than requested."""
+        MachineError: this machine has fewer devices than requested.
+    """
     kind, _, count = name.partition(":")
     if kind == "local" and count:
         if not count.isdecimal() or int(count) == 0:
@@ -115,7 +117,8 @@ def load_engine(name: str) -> EngineSpec:
     `xgpt-vllm`, with or without a version, means vLLM with xgpt's scheduler class.
 
     Raises:
-        InputError: there is no such engine, its version is not known, or the file does not describe an engine."""
+        InputError: there is no such engine, its version is not known, or the file does not describe an engine.
+    """
     if name.startswith("xgpt-vllm"):
         return load_engine(name.removeprefix("xgpt-")).with_xgpt
     stem, version = _named(name)
@@ -157,7 +160,8 @@ def engine_of(profile: Profile) -> EngineSpec | None:
     """Return the engine whose step times a profile contains, or None if no shipped engine fits.
 
     If vLLM was measured on this machine, it runs xgpt's schedule, so the description of vLLM's own scheduler does not
-    apply."""
+    apply.
+    """
     if profile.engine is None or (profile.source == "measured" and profile.engine != "xgpt"):
         return None
     if profile.engine == "xgpt":
@@ -176,7 +180,8 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
         spec: the model into whose context the lengths must fit.
 
     Raises:
-        InputError: there is no such workload, it is malformed, or its requests do not fit into the model's context."""
+        InputError: there is no such workload, it is malformed, or its requests do not fit into the model's context.
+    """
     path = find_config("workloads", name)
     if is_trace(path):
         workload = read_workload(path)
@@ -205,7 +210,8 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Growth = NO_GROWTH) -> Workload:
     """Return the workload that a name, a file or an object gives, with its outputs grown. With `spec`, check that it
-    fits into the model's context."""
+    fits into the model's context.
+    """
     workload = growth.workload(load_workload(given) if isinstance(given, str) else given)
     if spec is not None:
         _check_context(workload, spec)
@@ -254,7 +260,8 @@ def load_sessions(name: str) -> TraceLengths | None:
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
     """Check that input and output together fit into the model's context. In encoder-decoders, each must fit by
-    itself."""
+    itself.
+    """
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

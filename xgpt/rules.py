@@ -16,7 +16,8 @@ def load_rule(given: Rule | str) -> Rule:
     The module is also looked for in the current directory.
 
     Raises:
-        InputError: there is no such module or name, or it is no rule."""
+        InputError: there is no such module or name, or it is no rule.
+    """
     if isinstance(given, Rule):
         return given
     module_name, _, name = given.partition(":")

@@ -3,7 +3,8 @@
 For a profile, single steps are timed on an idle machine. A served engine shares cores with the front and with clients,
 chunks prompts, and writes K/V memory for the first time. In vLLM, xgpt's scheduler also runs between the steps. So a
 short load is served, and each of the profile's tables is multiplied by the factor that fits the load's steps best
-(`xsimulator.calibrate`)."""
+(`xsimulator.calibrate`).
+"""
 
 from __future__ import annotations
 
@@ -48,12 +49,14 @@ LEAST_REQUESTS = 12
 LEAST_STEPS = 100
 MOST_LOADS = 2
 """Largest number of loads. If other processes use more than `NOTABLE` of the cores during a load, another load is
-served, unless the machine was already busy before."""
+served, unless the machine was already busy before.
+"""
 
 
 class _Load(NamedTuple):
     """The short load for an engine and a kind of device: step sizes of typical plans, seconds for each arrival rate,
-    and the largest number of requests."""
+    and the largest number of requests.
+    """
 
     token_budget: int
     max_batch: int
@@ -80,7 +83,8 @@ def as_served(
 
     The profile is returned unchanged for several devices, for an encoder-decoder, if the load fails, and if it has too
     few steps. For a profile of vLLM, one GPU of the machine serves the load. The fitted profile's `others` lists the
-    other processes that used cores during the measurement or, if these disturbed more, during the load."""
+    other processes that used cores during the measurement or, if these disturbed more, during the load.
+    """
     if profile.engine == "vllm" and cluster.device.type == "gpu":
         cluster = cluster.but(devices_per_node=1)
     if cluster.num_devices > 1 or spec.is_encoder_decoder:
@@ -105,7 +109,8 @@ def as_served(
 
 def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, float], list[StepRecord]]:
     """Serve the load, and serve it again while other processes disturb it, at most `most` times in all. For the least
-    disturbed load, return how many cores each other process used, and the steps."""
+    disturbed load, return how many cores each other process used, and the steps.
+    """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []
     for _ in range(most):
         watched = Others()
@@ -169,7 +174,8 @@ def _fitted(profile: Profile, steps: Steps) -> Profile:
     """Return the profile with each table multiplied by a fitted factor. Its jitter is that of the load's steps.
 
     A few seconds of load do not determine each table's factor separately, so a prior keeps all factors close to a
-    common one. Stalled steps are ignored."""
+    common one. Stalled steps are ignored.
+    """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())
     factors = fit(counted, pace, PRIOR)

@@ -105,7 +105,8 @@ def sessions_to_send(
     """Draw sessions that begin at a rate, or all at once.
 
     Raises:
-        InputError: sessions fork."""
+        InputError: sessions fork.
+    """
     if law.subagents is not None:
         raise InputError("workload", "subagents", "sessions that fork cannot be sent: leave `subagents` out of the law")
     trace = draw_sessions(law, count, rng)
@@ -120,7 +121,8 @@ class SentSessions(NamedTuple):
 
     Attributes:
         run: its `cached` is the same share of each prompt.
-        reused_share: share of prompt tokens that the server found in its cache, or None if it does not say."""
+        reused_share: share of prompt tokens that the server found in its cache, or None if it does not say.
+    """
 
     run: TurnTimes
     num_failed: int
@@ -138,7 +140,8 @@ def send_sessions(
     """Drive sessions against a running endpoint, each in a loop of its own, with tokens that were not sent before.
 
     Raises:
-        MachineError: nothing answers at the URL, or every session failed."""
+        MachineError: nothing answers at the URL, or every session failed.
+    """
     sessions, count = trace.turns, trace.turns.num_sessions
     assert trace.timestamp_s is not None
     rng = np.random.default_rng()  # a server keeps the K/V of earlier runs
@@ -181,7 +184,8 @@ def bench_sessions(url: str, workload: Workload, request: BenchRequest, progress
 
     Raises:
         InputError: an option has no meaning for sessions, or sessions fork.
-        MachineError: nothing answers at the URL, or every session failed."""
+        MachineError: nothing answers at the URL, or every session failed.
+    """
     law, rate, count = workload.sessions, one_rate(request), request.num_requests or NUM_SESSIONS
     assert law is not None
     rng = np.random.default_rng(request.seed)

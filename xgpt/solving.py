@@ -1,5 +1,6 @@
 """Make plans for a request: choose cluster and devices, plan each policy, and simulate arrival rates. Also plan a day's
-fleet."""
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Planned:
 
     Attributes:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
-        beside: the best plan of another shape, or None if it was not searched, or there is none."""
+        beside: the best plan of another shape, or None if it was not searched, or there is none.
+    """
 
     request: PlanRequest
     problem: Problem
@@ -107,7 +109,8 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         InfeasibleError: no schedule keeps the constraint.
-        MachineError: the machine cannot be measured, or cannot run the plan that was made for it."""
+        MachineError: the machine cannot be measured, or cannot run the plan that was made for it.
+    """
     log = load_of(request.workload, request.growth)
     trace, load = None if log is None else log.requests, carried(log, request.arrival_rate_per_s)
     if (turns := turns_in(request)) is not None:  # a log is then replayed in sessions, and a stated rate is theirs
@@ -169,7 +172,8 @@ def _with_best_draft(
     Unless the request states the number, numbers are tried from 0 upwards until two in a row gain nothing.
 
     Args:
-        known: the schedules of the problem, if they have been searched."""
+        known: the schedules of the problem, if they have been searched.
+    """
     most, plans_of = problem.speculation, _find_each(request, progress)
     if most is None or request.speculative_tokens is not None:
         return problem, known or plans_of(problem), {}
@@ -307,7 +311,8 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
     Raises:
         InputError: an argument is not accepted.
         InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
-        MachineError: this machine cannot be measured."""
+        MachineError: this machine cannot be measured.
+    """
     intervals = cut(day, request.interval_s)
     among: Mapping[str, float | None] = request.among or {}
     if among and "cluster" in request.model_fields_set:

@@ -53,7 +53,8 @@ def check_rule(rule: Rule | Callable[[], Rule], plan: Plan | None = None, profil
 
     Raises:
         AssertionError: what the rule breaks.
-        InputError: the plan has two lanes, or its profile is not on this machine."""
+        InputError: the plan has two lanes, or its profile is not on this machine.
+    """
     own = rule if isinstance(rule, Rule) else rule()
     plan = plan or _usual_plan()
     profile = profile or profile_of(plan)

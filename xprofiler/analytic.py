@@ -10,7 +10,8 @@
 A group of t devices divides matrices, heads and vocabulary evenly. If a model has several kinds of layers
 (`ModelSpec.kinds`), a layer's times are the mean over all layers. Latent attention decodes on latent vectors, which
 every device of a group stores completely. A recurrent block reads and writes its state. Sparse attention scores all
-tokens with its index, and reads only the tokens with the best scores. The list of operators is from ExeGPT sec. 3."""
+tokens with its index, and reads only the tokens with the best scores. The list of operators is from ExeGPT sec. 3.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NUM_PRODUCTS = 4
 """Number of matrix products in a layer without cross-attention: one for Q, K and V together, one for attention's
-output, two for the feed-forward block."""
+output, two for the feed-forward block.
+"""
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 A40_EFFICIENCY = Efficiency(
@@ -76,7 +78,8 @@ def profile(
 
     Args:
         engine: the serving engine. The profile includes its time per step and per request. None means the time per step
-            in the device's efficiencies."""
+            in the device's efficiencies.
+    """
     kernels = Kernels(cluster, dtype, engine, kv_dtype)
     degrees = tp_degrees(spec, cluster)
     return Profile(
@@ -117,7 +120,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """Return pairs (t, n) for which n / t tensor-parallel groups of t devices divide the experts among all n devices:
-    those of a node, or of all linked nodes."""
+    those of a node, or of all linked nodes.
+    """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
     sizes = dict.fromkeys((cluster.devices_per_node, linked))
@@ -138,7 +142,8 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
     """Return the tensor-parallel degrees: those that fit in a node and evenly divide heads and feed-forward blocks.
 
-    If there are fewer key/value heads than devices, several devices hold copies of a head."""
+    If there are fewer key/value heads than devices, several devices hold copies of a head.
+    """
     most = cluster.devices_per_node if cluster.intra_node is not None else 1
     return tuple(t for t in range(1, most + 1) if all(_shares_evenly(kind, t) for kind in spec.kinds))
 
@@ -195,7 +200,8 @@ class Kernels:
     Attributes:
         elementwise: share of the datasheet's memory bandwidth that norms and activation functions achieve in half
             precision.
-        of_head: computes the times of the output head. With float8 weights, the head is bfloat16."""
+        of_head: computes the times of the output head. With float8 weights, the head is bfloat16.
+    """
 
     def __init__(
         self, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None, kv_dtype: DType | None = None
@@ -271,7 +277,8 @@ class Kernels:
 
     def all_reduce(self, elements: float, devices: int) -> float:
         """Return the seconds of an all-reduce. Data goes around a ring twice, and each hop carries 1 / `devices` of it.
-        `all_reduce_s` in the device's efficiencies replaces the hops' latencies."""
+        `all_reduce_s` in the device's efficiencies replaces the hops' latencies.
+        """
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
@@ -280,7 +287,8 @@ class Kernels:
     def exchange(self, sent_bytes: float, devices: int) -> float:
         """Return the seconds of an all-to-all. Each device sends `sent_bytes`, in equal parts, to all devices.
 
-        Traffic within nodes and between nodes overlaps. Each device is assumed to have its own network adapter."""
+        Traffic within nodes and between nodes overlaps. Each device is assumed to have its own network adapter.
+        """
         assert self._link is not None
         near = min(devices, self._per_node)
         fixed = self._all_reduce_s or self._link.latency_s
@@ -341,7 +349,8 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 def all_reduces(spec: ModelSpec) -> float:
     """Return the mean number of all-reduces per layer: one after attention or recurrence, one after cross-attention,
-    and one after the feed-forward block."""
+    and one after the feed-forward block.
+    """
     if spec.is_encoder_decoder:
         return 3
     of_kind = [
@@ -370,7 +379,8 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
     Copies of key/value heads are not counted.
 
     Args:
-        left_out: number of weights to leave out, since another table has the times of their products."""
+        left_out: number of weights to leave out, since another table has the times of their products.
+    """
     if spec.is_encoder_decoder:
         params = spec.decoder_layer_params / t - left_out
         return lambda tokens: kernels.matrix(tokens, params, NUM_PRODUCTS + 2, spec.quantization)

@@ -26,7 +26,8 @@ LINEAR_COLUMNS = (
 )
 DENSE_SIZES = (512, 1536, 64, 128, 192)
 """Sizes of latent attention in the tables (DeepSeek-V3's): the ranks of K/V and of the query, then the widths of a
-head's rotated part, value and query."""
+head's rotated part, value and query.
+"""
 SPARSE_MODELS: Mapping[tuple[int | None, ...], str] = {
     DENSE_SIZES: "DeepseekV32ForCausalLM",
     (512, 2048, 64, 256, 256): "GlmMoeDsaForCausalLM",
@@ -39,7 +40,8 @@ def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
     """Return the seconds of latent attention on one of t devices, for prompts and for decode. The third item lists the
-    sizes (n, k) of the projections that these times do not include. Return None if no table has this attention."""
+    sizes (n, k) of the projections that these times do not include. Return None if no table has this attention.
+    """
     latent, heads = attention.latent, attention.num_heads // t
     assert latent is not None
     sizes = (latent.kv_rank, latent.q_rank, latent.rope_head_dim, latent.value_head_dim, attention.head_dim)
@@ -118,7 +120,8 @@ def recurrence(
     tables: Tables, kernels: analytic.Kernels, hidden: int, recurrent: Recurrent, t: int, slower: float
 ) -> tuple[Surface, Surface]:
     """Return a recurrent block's seconds on one of t devices, for prompts and for decode. Times of gated delta nets
-    come from the tables, those of other blocks from the datasheet."""
+    come from the tables, those of other blocks from the datasheet.
+    """
     found = _delta_nets(tables, hidden, recurrent, t)
     if found is None:
         tables.provenance["recurrence"] = "datasheet: no table has this kind"
@@ -168,7 +171,8 @@ def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Sur
     """Convert times of attention without a window to times with a sliding window.
 
     Decode over a context longer than the window takes as long as at the window's length. Each prompt token beyond the
-    window takes as long as the last token within it."""
+    window takes as long as the last token within it.
+    """
     if window is None:
         return surface
     lengths = np.asarray(surface.lengths, float)

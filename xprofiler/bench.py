@@ -3,7 +3,8 @@
 Each point is measured once in each of several passes. Its time is the mean over the passes, since means add up to the
 time of many steps. The clock of a shared machine changes between two or three rates about every second. A median of a
 few calls would be the time at one of these rates, and not at the same rate for all points. All layers are run one after
-the other, as in a step, so weights and K/V come from memory and not from a cache."""
+the other, as in a step, so weights and K/V come from memory and not from a cache.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +38,21 @@ from xrunner.worker import Worker
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
 """All small numbers are measured: matrix kernels process rows in blocks, and with 3, 11, 13, 14 or 17 rows a step takes
-4 to 8% longer than interpolation between multiples of four predicts."""
+4 to 8% longer than interpolation between multiples of four predicts.
+"""
 STAIR = 128
 """Difference in tokens between the measured sizes of large steps on a GPU."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Measured contexts end in the middle of a block. Kernels read whole blocks, on average half a block beyond a
-context."""
+context.
+"""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
 """Length of prompts in measured whole steps. Their attention takes so little time that an error in measuring it does
-not affect the rest of a layer."""
+not affect the rest of a layer.
+"""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """A step that is measured repeatedly, for `spread`. Each sequence is (tokens before, tokens now)."""
 SHORT_STEP = [(100, 1)]
@@ -61,7 +65,8 @@ STEPS_A_STRETCH = 3
 WORST_ONE_IN, MORE_PASSES = 4, 6
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute
-no logits. Two sizes of such steps are measured, and the times of larger steps are extrapolated linearly."""
+no logits. Two sizes of such steps are measured, and the times of larger steps are extrapolated linearly.
+"""
 LEAST_TRIMMED = 3
 """If a point has at most this number of calls, the mean includes all of them."""
 WARM_STEPS, LOOP_STEPS = 4, 12
@@ -70,10 +75,12 @@ SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
 """A step of at least `SUSTAINED_TOKENS` tokens is repeated on a GPU for `SUSTAINED_S` seconds before it is timed."""
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """A step that is measured in the loop of a GPU engine: its number of decodes, their context, its number of prompts, and
-their length."""
+their length.
+"""
 MAX_STEP_TOKENS = 2048
 """Largest number of prompt tokens in a measured attention call. The time of a larger call is extrapolated in
-proportion."""
+proportion.
+"""
 MAX_CACHED_TOKENS = 16384
 """Largest number of K/V tokens in a measured decode batch. The time of a larger batch is extrapolated in proportion."""
 
@@ -81,7 +88,8 @@ NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
 Sizes = Sequence[tuple[int, int]]
 """Sequences of a batch, decodes first. In a decoder-only model each is (tokens before, tokens now). In an
-encoder-decoder each is (prompt tokens, earlier decoder tokens), where 0 means that the prompt is encoded."""
+encoder-decoder each is (prompt tokens, earlier decoder tokens), where 0 means that the prompt is encoded.
+"""
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
 
@@ -121,7 +129,8 @@ def spread(steps: Sequence[float]) -> float:
     With single steps, one long stall could raise the mean above nine tenths of the steps.
 
     Args:
-        steps: seconds of at least `STEPS_A_STRETCH` steps, in the order of measurement."""
+        steps: seconds of at least `STEPS_A_STRETCH` steps, in the order of measurement.
+    """
     whole = len(steps) // STEPS_A_STRETCH * STEPS_A_STRETCH
     stretches = np.mean(np.reshape(steps[:whole], (-1, STEPS_A_STRETCH)), axis=1)
     return max(0.0, float(np.quantile(stretches, 0.9) / np.mean(stretches)) - 1)
@@ -146,7 +155,8 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean. If there are at least four values, leave out the smallest and the largest.
 
-    Other processes make about one call in ten much longer."""
+    Other processes make about one call in ten much longer.
+    """
     ordered = sorted(values)
     return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
 
@@ -320,7 +330,8 @@ class Bench:
     def last_layer(self, sequences: Sizes) -> float:
         """Return the seconds that the last layer takes for tokens whose logits are not needed, without attention.
 
-        All layers are run as the last layer, so that weights come from memory. The result is the mean over them."""
+        All layers are run as the last layer, so that weights come from memory. The result is the mean over them.
+        """
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
         hidden, rows = self.random(len(batch.token_ids), self.spec.hidden_size), batch.logit_rows[:0]
@@ -350,7 +361,8 @@ class Bench:
         """Return the seconds that the engine's loop adds to a step: to schedule, build the batch, and record results.
 
         On a GPU, most of this overlaps with a running step. So the result is the time of a step in the loop minus that
-        of the model's step."""
+        of the model's step.
+        """
         if isinstance(self.worker, AheadWorker):
             return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
         return self._decoding(ModelFree(self.worker), num_requests)
@@ -412,7 +424,8 @@ class Bench:
         """Return a function that runs a part of a step as a server does: as a CUDA graph, if the worker captures steps.
 
         Otherwise, short kernels would wait for launches. Each part is captured only once, so in later passes the GPU is
-        as busy, and its clock as low, as in service."""
+        as busy, and its clock as low, as in service.
+        """
         if not isinstance(self.worker, AheadWorker):
             return run
         if what not in self._captured:
@@ -482,7 +495,8 @@ def thread_counts() -> list[int]:
 
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
     """Return the seconds of a typical step for each of `thread_counts`. The step runs on the cores that the worker
-    would have in service."""
+    would have in service.
+    """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}
     # The numbers of threads take turns, so that a slow moment of the machine affects all of them.

@@ -16,7 +16,8 @@ BLOCKS, BLOCK_SIZE = 128, 16
 
 def main() -> None:
     """Run the model's attention with one layer, first on one thread and then on all. Do nothing if the model has
-    several kinds of layers."""
+    several kinds of layers.
+    """
     dtype, kv_dtype, text = sys.argv[1:]
     spec = ModelSpec.model_validate_json(text)
     if spec.blocks:

@@ -1,6 +1,7 @@
 """Compile kernels in separate processes before a machine is measured, and store them on disk.
 
-On a new machine, compiling attention and the simulation by counts takes half a minute on one core (Zen 4)."""
+On a new machine, compiling attention and the simulation by counts takes half a minute on one core (Zen 4).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MOST_S = 180.0
 class Ahead:
     """Processes that compile those kernels for a model's profile and first plan that are not on disk yet.
 
-    If a process fails, its kernels are compiled when they are needed."""
+    If a process fails, its kernels are compiled when they are needed.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None, *, is_cpu: bool) -> None:
         kind = f"{dtype}-{kv_dtype or dtype}-{'encoder' if spec.is_encoder_decoder else 'decoder'}"

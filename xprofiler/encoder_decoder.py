@@ -2,7 +2,8 @@
 
 A decoder layer's `rest` is the time of a decode step minus self- and cross-attention, embedding and head, per layer. A
 step that encodes also runs the decoder on its start tokens. An encoder layer's `rest` is the time of such a step minus
-embedding, head, attention, the decoder's time, and the time to compute the prompts' keys and values, per layer."""
+embedding, head, attention, the decoder's time, and the time to compute the prompts' keys and values, per layer.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
 
     Args:
         alone: times on one device. A profile has only one device's time of the embedding. The group's difference
-            from it is included in the layers."""
+            from it is included in the layers.
+    """
     points = EncoderDecoderPoints.of(spec)
 
     def rest(step: str, n: int, embedded: int, num_layers: int, beside: float) -> float:

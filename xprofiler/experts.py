@@ -1,7 +1,8 @@
 """Compute the expected load of each expert, and read the times of experts from other projects' tables.
 
 A step reads the weights of only those experts to which at least one token is routed. If a group's devices hold
-different experts, the busiest device determines the group's time."""
+different experts, the busiest device determines the group's time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def chances(experts: Experts) -> Array:
     """Return each expert's probability that a token is routed to it, in descending order. # [experts]
 
     The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts. No probability
-    exceeds 1."""
+    exceeds 1.
+    """
     number, active = experts.number, experts.active
     if not experts.skew:
         return np.full(number, active / number)
@@ -46,7 +48,8 @@ class Routing:
 
     Experts are assigned to devices in turn, the likeliest first. Random choices add to the imbalance: if tokens choose
     r experts in all, the busiest of t devices gets about sqrt(2 r (t - 1) ln t) / t more of these choices than the
-    mean."""
+    mean.
+    """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
         self._of_token = float(experts.active)
@@ -61,7 +64,8 @@ class Routing:
 
     def expected(self, tokens: float) -> tuple[Array, Array]:
         """Return two arrays for the busiest device's experts: the expected number of tokens, and the probability of at
-        least one. # [experts] each"""
+        least one. # [experts] each
+        """
         tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens
         return tokens * self._chances, 1 - missed
@@ -70,13 +74,15 @@ class Routing:
 Rows = dict[str, npt.NDArray[Any]]
 Curves = dict[tuple[int, int], tuple[str, Array, Array]]
 """For each group (devices, expert-parallel degree): the distribution of tokens, and logarithms of numbers of tokens and
-of seconds."""
+of seconds.
+"""
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
 DIVIDED = 0.9
 """At the largest number of tokens, experts divided among devices must take at most this share of their time on one
-device."""
+device.
+"""
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that support this."""
 SHARED_FROM = "trtllm"
@@ -104,7 +110,8 @@ class ExpertTable:
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
         """Return the times of the first table with each group. If a later table has the same kernel, the shorter times
-        count, as within a table: whoever measured the longer ones lacked the kernel's sizes for this device."""
+        count, as within a table: whoever measured the longer ones lacked the kernel's sizes for this device.
+        """
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found, sources = Curves(), dict[tuple[int, int], tuple[str, ...]]()
@@ -140,7 +147,8 @@ class ExpertTable:
         """Return the seconds for numbers of tokens, each of which chooses its experts independently. # [n] -> [n]
 
         In tables with balanced routing, devices had equal loads, and more experts were used than with random choices.
-        The result corrects for both."""
+        The result corrects for both.
+        """
         routing, points, seconds = self._held[t, ep]
 
         def at(n: Array) -> Array:
@@ -159,7 +167,8 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
     """Return the logarithms of tokens and seconds for each group.
 
     Groups with few points are left out, as are groups with impossible times: divided experts that took almost as long
-    as all experts on one device, or narrower slices that took longer than wider ones."""
+    as all experts on one device, or narrower slices that took longer than wider ones.
+    """
     found: dict[tuple[int, int], tuple[Array, Array]] = {}
     usual = len(np.unique(rows["num_tokens"]))
     for slices, ep in sorted(set(zip(rows["moe_tp_size"].tolist(), rows["moe_ep_size"].tolist(), strict=True))):

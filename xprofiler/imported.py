@@ -5,7 +5,8 @@ latencies in milliseconds. Matrix products, attention and all-reduces come from 
 activations, hops between stages, K/V transfer) come from the datasheet, as `provenance` states.
 
 Between a table's points, the logarithm of latency is interpolated over the logarithm of size. This is exact for power
-laws. Beyond the last point, latency is proportional to size."""
+laws. Beyond the last point, latency is proportional to size.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def profile(
 
     Args:
         folder: a folder of one kind of device, or with a subfolder for each kind, named as in `SYSTEMS`. None means the
-            installed wheel's tables."""
+            installed wheel's tables.
+    """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported only for decoder-only models")
     if dtype not in TABLE_DTYPES:
@@ -213,7 +215,8 @@ class ImportedLayers:
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
         """Return the seconds of attention or recurrence for prompts and for decode, and those of the projections that
-        these do not include. # third: [tokens]"""
+        these do not include. # third: [tokens]
+        """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []
         if kind.recurrent is not None:
@@ -283,7 +286,8 @@ class ImportedLayers:
 
     def _routed(self, kind: Block, group: tuple[int, int]) -> Array:
         """Return the seconds of the routed experts. If the group was not measured, the nearest group's times are scaled
-        by the ratio of rooflines. # [tokens]"""
+        by the ratio of rooflines. # [tokens]
+        """
         assert kind.experts is not None
         experts, params, stored = kind.experts, self.spec.sizes.expert(kind), self._stored("experts")
 
@@ -308,7 +312,8 @@ class ImportedLayers:
         [tokens]
 
         For INT4, the tables have only a generic kernel, which is up to four times as slow as half precision. Engines
-        use Marlin's kernel. It reads 4-bit weights, and in the largest batches it is as fast as half precision."""
+        use Marlin's kernel. It reads 4-bit weights, and in the largest batches it is as fast as half precision.
+        """
         assert stored is not None
         self.tables.provenance["experts in INT4"] = "no longer than in bfloat16, with fewer bytes to read"
         tokens, most = np.asarray(TOKENS, float), halves.most_tokens(*group)

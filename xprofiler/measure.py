@@ -2,7 +2,8 @@
 
 The times of a step's parts, measured one by one, add up to as little as nine tenths of the whole step's time. So whole
 steps are measured. A layer's `rest` is the time of a whole step minus attention, embedding and head, per layer. Source:
-ExeGPT sec. 3 (XProfiler)."""
+ExeGPT sec. 3 (XProfiler).
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def profile(
 
     Args:
         wait: waits until kernels have been compiled. On a busy machine, it is called only after weight layouts have
-            been compared."""
+            been compared.
+    """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or silent
     is_brief = device == "cpu" and cores_taken() > BUSY * num_cores()
@@ -161,7 +163,8 @@ def loading_rate(
     """Return the bytes of weights per second that a worker reads from the page cache, converts and packs.
 
     A few layers are loaded several times. The first time fills the page cache and does not count. The mean of the
-    others counts, not the shortest, because other processes would also slow a redeployment."""
+    others counts, not the shortest, because other processes would also slow a redeployment.
+    """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
     size = BYTES_PER_ELEMENT[Precision.of(dtype, "gpu" if device == "cuda" else "cpu", "xgpt").weights]
@@ -259,7 +262,8 @@ def _jitter(measured: Timings) -> Jitter:
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
     """Return a layer's times on one group of devices, from `measured`. `alone` has the times on one device.
 
-    A profile has only one device's time of the embedding. The group's difference from it is included in the layers."""
+    A profile has only one device's time of the embedding. The group's difference from it is included in the layers.
+    """
     rest: Timings = {}
     for n, sequences in points.steps.items():
         before, length = sequences[0]
@@ -288,7 +292,8 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 def _sliced(of_tokens: Curve) -> Curve:
     """Add a point for two slices. A step with more tokens than a slice runs slice by slice.
 
-    Extrapolating from the last two measured points would be wrong, since times on a GPU rise in stairs."""
+    Extrapolating from the last two measured points would be wrong, since times on a GPU rise in stairs.
+    """
     if of_tokens.points[-1] != SLICE_TOKENS:
         return of_tokens
     points, seconds = (*of_tokens.points, 2 * SLICE_TOKENS), (*of_tokens.seconds, 2 * of_tokens.seconds[-1])
@@ -300,7 +305,8 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
     the attention of prompts.
 
     Such a step is launched only after the previous step has ended, so the loop does not overlap with it. A captured
-    step also computes logits for more tokens, and launches programs for more sequences, than the batch has."""
+    step also computes logits for more tokens, and launches programs for more sequences, than the batch has.
+    """
     assert layer.last is not None
 
     def at(curve_: Curve, size: int) -> float:

@@ -19,12 +19,14 @@ STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
 NOTABLE = 0.1
 """A machine counts as changed if its GFLOP/s (relatively), or the share of its cores that other processes use, differ
-by more."""
+by more.
+"""
 
 
 class Others:
     """Counts the CPU time of all processes except this one and its descendants, from this object's creation on. On
-    other systems than Linux, it counts nothing."""
+    other systems than Linux, it counts nothing.
+    """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc, self._started = proc, time.monotonic()
@@ -35,7 +37,8 @@ class Others:
         includes the process id, for example "python[4711]". Processes with the same name are added up, without ids.
 
         "steal" stands for the time that a virtual machine's host gave to other machines. `UNSEEN` stands for processes
-        that have ended or are not visible."""
+        that have ended or are not visible.
+        """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
         seconds, whole = self._seconds()
         times = Counter(name for name, _ in seconds.values())
@@ -50,7 +53,8 @@ class Others:
 
     def _seconds(self) -> tuple[dict[tuple[int, int], tuple[str, float]], float]:
         """Return two results: the name and CPU seconds of every other process, by id and start time, and the CPU
-        seconds of the whole machine minus those of this process and its descendants."""
+        seconds of the whole machine minus those of this process and its descendants.
+        """
         tick = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
         parents: dict[int, int] = {}
         found: dict[tuple[int, int], tuple[str, float]] = {}
@@ -100,7 +104,8 @@ def gflops() -> float:
 def differences(profile: Profile) -> str | None:
     """Return one line on how this machine's state differs from that during profiling.
 
-    Return None if it does not differ notably, or if the profile does not contain the state."""
+    Return None if it does not differ notably, or if the profile does not contain the state.
+    """
     if profile.gflops is None:
         return None
     rate, taken, before = gflops(), cores_taken(), sum(profile.others.values())

@@ -34,10 +34,12 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family",), 2.2),
 )
 """Sets of fields in which other cells must agree with the figure's cell, in the order in which they are tried, and each
-set's factor on the width of the range."""
+set's factor on the width of the range.
+"""
 BORROWED = 1.25
 """Factor on the width of a range if times belong to another engine or version, or were computed with another device's
-efficiencies."""
+efficiencies.
+"""
 
 
 LEVELS = {8: "up to 8 requests", 64: "9 to 64 requests", 2**31: "over 64 requests"}
@@ -50,7 +52,8 @@ class Cell(NamedTuple):
 
     Attributes:
         profile: source of the step times.
-        level: one of `LEVELS`."""
+        level: one of `LEVELS`.
+    """
 
     load: str
     engine: str
@@ -99,7 +102,8 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
     Args:
         borrowed: whether the engine's times are those of another engine or version, or step times were computed with
-            another device's efficiencies. If so, the range is widened."""
+            another device's efficiencies. If so, the range is widened.
+    """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
         same: dict[str, list[float]] = {}
@@ -125,7 +129,8 @@ def rows_of(**of_cell: str) -> int:
 
 def beyond(quantity: Quantity, times: float) -> float:
     """Return within what factor nine of ten figures lay that were predicted for a load `times` as large as the one to
-    which the prediction was fitted. Between and beyond the measured ratios it follows a power law."""
+    which the prediction was fitted. Between and beyond the measured ratios it follows a power law.
+    """
     if times <= 1:
         return 1.0
     points = _beyond()
@@ -158,7 +163,8 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
 
 def within(sources: list[list[float]], factor: float = 1.0) -> tuple[float, float]:
     """Return a range around the median of the sources' ratios, `factor` times as wide as that between their quantiles
-    `INSIDE`. With few sources, it is wider."""
+    `INSIDE`. With few sources, it is wider.
+    """
     logs = np.log([ratio for ratios in sources for ratio in ratios])
     weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in sources])
     order = np.argsort(logs)

@@ -4,7 +4,8 @@ A machine's devices share memory bandwidth, and a socket's cores share power. So
 others do the same work.
 
 In a group, ranks wait for each other before every call. Ranks that compute alone wait only once in several calls, since
-a process switch on a loaded machine can take longer than a small model's call."""
+a process switch on a loaded machine can take longer than a small model's call.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
     """Return pairs (tensor-parallel degree t, expert-parallel degree). The second is 1 or, if t divides the number of
-    experts, also t."""
+    experts, also t.
+    """
     number = 1 if spec.experts is None else spec.experts.number
     return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
@@ -214,7 +216,8 @@ def _transfer(rank: int, meet: Meet, links: Links, worker: Worker, num_tokens: i
     """Return the seconds to transfer the K/V of `num_tokens` tokens, in all layers, to another worker.
 
     It is half of a round trip through host memory. For an encoder-decoder, encoder outputs with as many elements are
-    transferred instead."""
+    transferred instead.
+    """
     spec = worker.model.spec
     cargo = worker.cargo(Part.whole(spec))
     if spec.is_encoder_decoder:

@@ -73,7 +73,8 @@ def new_profile(
 
     Raises:
         InputError: there is no such model, cluster or table, or the arguments contradict each other.
-        MachineError: this machine cannot be measured."""
+        MachineError: this machine cannot be measured.
+    """
     spec, checkpoint = (model, None) if isinstance(model, ModelSpec) else load_model(model, config)
     devices = cluster if isinstance(cluster, ClusterSpec) else load_cluster(cluster)
     if framework is not None and import_from is None:
@@ -113,7 +114,8 @@ def obtain_profile(
     Args:
         dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
         kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
-            `dtype` implies."""
+            `dtype` implies.
+    """
     dtype = dtype_of(spec, cluster, dtype)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
         kv_dtype = "float8" if cluster.device.type == "gpu" else None
@@ -152,7 +154,8 @@ def measured_profile(
     Raises:
         InfeasibleError: the weights do not fit in this machine's memory.
         InputError: the model does not run here in `dtype`, or not with K/V in `kv_dtype`.
-        MachineError: this machine cannot be measured."""
+        MachineError: this machine cannot be measured.
+    """
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     needed, offered = spec.weight_bytes(dtype), cluster.device.memory_bytes * cluster.num_devices
@@ -193,7 +196,8 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     version of xgpt's engine.
 
     Raises:
-        InputError: one of these differs."""
+        InputError: one of these differs.
+    """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
         raise InputError("profile.model", profile.model.name, f"the plan is for {spec.name}, with {other}: {make}")
@@ -219,7 +223,8 @@ def check_engine(plan: Plan, engine: str) -> None:
     """Check that a plan's step times are those of `engine`, or of none.
 
     Raises:
-        InputError: they are another engine's."""
+        InputError: they are another engine's.
+    """
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):
         return
@@ -243,7 +248,8 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     Nothing is measured, since a second measurement would give other times.
 
     Raises:
-        InputError: `given` is not the plan's profile, or the profile is not on this machine."""
+        InputError: `given` is not the plan's profile, or the profile is not on this machine.
+    """
     wanted = plan.profile.sha256
     if given is not None:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")

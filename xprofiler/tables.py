@@ -28,7 +28,8 @@ class Tables:
     cache. Between a model's steps, they do not. `provenance` states how many points were raised.
 
     Args:
-        version: preferred version of the framework. None means the newest."""
+        version: preferred version of the framework. None means the newest.
+    """
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class Tables:
 
         Args:
             arrives_rounded: whether the kernel that computes [m, k] also rounds it, if the checkpoint contains the
-                scale."""
+                scale.
+        """
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
             return self._with_held_scales(m, n, k, arrives_rounded)
@@ -168,7 +170,8 @@ class Tables:
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
         """Return the device's roofline, in seconds: for FLOPs in the type `computed`, and elements read in the type
-        `read`. It is 0 if unknown."""
+        `read`. It is 0 if unknown.
+        """
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
             return np.zeros(np.shape(flops))
@@ -210,7 +213,8 @@ class Tables:
 
     def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
         """Return the table of all-reduces. Sizes are numbers of half-precision elements. If there are rows from
-        captured graphs (vLLM), return only these."""
+        captured graphs (vLLM), return only these.
+        """
         names = ("num_gpus", "message_size", "kernel_source", "latency")
         rows = self._read("comm", "custom_allreduce", names)
         graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
@@ -227,7 +231,8 @@ class Tables:
 
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
         """Return the paths of an operator's tables: first the engine's version and later ones, ascending, then older
-        ones, descending. Without a version, the newest comes first."""
+        ones, descending. Without a version, the newest comes first.
+        """
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
             versions = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
@@ -274,7 +279,8 @@ class Tables:
 
 class Grid3:
     """A function from (log m, log n, log k) to log(latency), linear between points. Beyond the last point, latency is
-    proportional to size."""
+    proportional to size.
+    """
 
     def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
         usual = np.logical_and.reduce([_usual(axis) for axis in (n, k)])
@@ -311,7 +317,8 @@ class Grid2:
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
     """Return which points have a usual size. Some tables contain one model's unusual sizes, at too few points to
-    interpolate."""
+    interpolate.
+    """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]
     return chosen
@@ -332,7 +339,8 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
 
 def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
     """Interpolate along an axis. Sizes (`x`, `points`) and values are logarithms. Values are constant below the first
-    point, and proportional to size beyond the last."""
+    point, and proportional to size beyond the last.
+    """
     inside = np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
     share = (inside - points[i]) / (points[i + 1] - points[i])
@@ -383,7 +391,8 @@ def _along(x: Array, points: Array, values: Array) -> Array:
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
     """Return the distance between two pairs (heads, key/value heads). It compares first the number of heads per
-    key/value head, then the number of key/value heads."""
+    key/value head, then the number of key/value heads.
+    """
     group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
     return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
 

@@ -13,7 +13,8 @@ So `head` contains the time of all but the first of a step's requests, including
 also runs xgpt's scheduler, whose time is added (`with_scheduler`). Times are means over passes, as in `measure`. The
 time per token should never rise with the number of tokens, so sizes that violate this are averaged. Steps that both
 decode and encode a prompt chunk are also measured: `provenance` states by how much their time differs from that of
-separate steps. For decodes over long contexts, a vLLM connector pretends that K/V exist."""
+separate steps. For decodes over long contexts, a vLLM connector pretends that K/V exist.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ KV_SHARE = 0.25
 """Largest share of a GPU's memory that the K/V of a decode batch may take."""
 REQUEST_S, BEGIN_S = 20e-6, 1.3e-3
 """Additional seconds of a served vLLM with xgpt's scheduler, compared with vLLM's offline interface: for each request
-of a step, and for each prompt that begins in it (docs/results/gpu.md)."""
+of a step, and for each prompt that begins in it (docs/results/gpu.md).
+"""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
 """Number of requests that decode in the same steps as a prompt's chunks, and their context."""
@@ -61,7 +63,8 @@ class StepSizes(NamedTuple):
     Attributes:
         piece: number of tokens in a prompt chunk, enough to keep the device busy.
         captured_tokens: largest number of tokens of a step that vLLM runs as a CUDA graph, or 0 without graphs. A
-            slightly larger step takes much longer, so it is measured, too."""
+            slightly larger step takes much longer, so it is measured, too.
+    """
 
     batches: tuple[int, ...]
     cached_tokens: int
@@ -87,7 +90,8 @@ class Probe(NamedTuple):
     `length` tokens.
 
     The kind "pieces" means several steps: a prompt of `length` tokens in chunks of `piece` tokens, with `batch`
-    requests that decode in the same steps."""
+    requests that decode in the same steps.
+    """
 
     kind: str
     batch: int
@@ -97,7 +101,8 @@ class Probe(NamedTuple):
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
         """The input of `xrunner.vllm.offline` for this step: the limit of tokens per step (None for no limit), and each
-        request as (prompt tokens, output tokens, whether K/V exist)."""
+        request as (prompt tokens, output tokens, whether K/V exist).
+        """
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES - 1, NUM_DECODES + 1, True)] * self.batch
         if self.kind == "encode":
@@ -153,7 +158,8 @@ def profile(
 
 def threads_in(lines: Sequence[str]) -> int | None:
     """Return the number of threads that compute for the first device, as vLLM's output states it, or None if it does
-    not. The user's environment may set another number than xgpt does."""
+    not. The user's environment may set another number than xgpt does.
+    """
     found = next((match for line in lines if (match := re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", line))), None)
     return None if found is None else len(found[1].split(","))
 
@@ -162,7 +168,8 @@ def with_scheduler(profile: Profile) -> Profile:
     """Add the time of xgpt's scheduler and its channel in a served vLLM to vLLM's profile.
 
     The offline interface does not include this time. Its part per prompt is in `encode_attention`, where each prompt
-    counts once."""
+    counts once.
+    """
     (layer,), most = profile.layers, profile.overhead.points[-1]
     attention, begin_s = layer.encode_attention, BEGIN_S / profile.model.num_layers
     rows = tuple(tuple(begin_s + value for value in row) for row in attention.seconds)
@@ -306,7 +313,8 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
     A chunk of p tokens also attends to all earlier tokens. Attention to p earlier tokens takes twice as long as causal
     attention within the chunk. So if each earlier token adds c seconds to a chunk, the attention of a prompt of n
-    tokens takes c n^2 / 2p seconds."""
+    tokens takes c n^2 / 2p seconds.
+    """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
     lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))
     share = 0.0
@@ -321,7 +329,8 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
     """Return the relative excess of the time of a mixed step (decodes and a prompt chunk) over that of two separate
-    steps, and its standard error. Return None if mixed steps were not measured."""
+    steps, and its standard error. Return None if mixed steps were not measured.
+    """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
@@ -343,7 +352,8 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
     """Return the seconds of steps, by number of tokens, changed so that the time per token never rises with the number.
-    Sizes that violate this are averaged, weighted by the total time of their measurements."""
+    Sizes that violate this are averaged, weighted by the total time of their measurements.
+    """
     from scipy.optimize import isotonic_regression
 
     if not sizes:

@@ -2,7 +2,8 @@
 
 A gate applies the function to the first half of the columns and multiplies the result by the second half.
 
-Source: GLU variants (arXiv 2002.05202)."""
+Source: GLU variants (arXiv 2002.05202).
+"""
 
 from __future__ import annotations
 

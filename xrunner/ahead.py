@@ -4,7 +4,8 @@ While all requests only decode, the next step nearly always decodes the same req
 that have ended. The input tokens are already on the device, so the step is launched before the host has read them, and
 the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different step, the
 launched one is discarded. The keys and values that it wrote are then overwritten, or are in blocks whose next owner
-writes before it reads. Tokens and steps are the same as without early launches."""
+writes before it reads. Tokens and steps are the same as without early launches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class _Launched:
 
     Attributes:
         index: index of each request's token in `tokens`. Released requests are left out.
-        tokens: the step's tokens, on the device. # int64 [requests]"""
+        tokens: the step's tokens, on the device. # int64 [requests]
+    """
 
     index: dict[int, int]
     tokens: Tensor
@@ -39,7 +41,8 @@ class AheadWorker(Worker):
     Steps that sample at random, apply penalties or report log probabilities are not launched early.
 
     Attributes:
-        num_hits: number of early steps that the schedule then asked for."""
+        num_hits: number of early steps that the schedule then asked for.
+    """
 
     num_hits = 0
     _ahead: _Launched | None = None

@@ -1,5 +1,6 @@
 """Build a worker: choose its attention backend, load its weights, reserve its memory, and compile what its first steps
-need."""
+need.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class WorkerSettings:
         checkpoint: directory in Hugging Face layout. None means weights drawn from `seed`.
         backend: a name of `attention.BACKENDS`. None means the fastest that runs on the device.
         threads: CPU threads of this process. None leaves the number unchanged.
-        layouts: layout in which a CPU stores weights of each shape (see `xrunner.packing.choice.pack`)."""
+        layouts: layout in which a CPU stores weights of each shape (see `xrunner.packing.choice.pack`).
+    """
 
     spec: ModelSpec
     dtype: DType
@@ -92,7 +94,8 @@ def build_worker(
     Raises:
         InputError: the backend is unknown or does not run on this device in this dtype, or the weights do not fit the
             spec.
-        MachineError: this machine does not have the device, or weights and cache do not fit into its memory."""
+        MachineError: this machine does not have the device, or weights and cache do not fit into its memory.
+    """
     place, kind = _place(settings)
     name = settings.backend or default_backend(place, kind)
     if name not in BACKENDS:
@@ -175,7 +178,8 @@ def whole_worker(
     grammars: Grammars | None = None,
 ) -> Worker:
     """Return a worker of a whole model. On a GPU, decode steps are captured as CUDA graphs, and launched ahead of the
-    engine's loop."""
+    engine's loop.
+    """
     spec = model.spec
     reads_back = spec.experts is not None or spec.special_attention is not None
     captures = device.type == "cuda" and backend.capturable and not reads_back
@@ -191,7 +195,8 @@ def whole_worker(
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
     """Run a short prompt if `encode`, and a decode step if `decode`.
 
-    All workers of a pipeline must call this function at the same time."""
+    All workers of a pipeline must call this function at the same time.
+    """
     request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
     table = BlockTable(range(worker.cache.num_blocks if isinstance(worker, Worker) else 0)[:6])
     if encode:

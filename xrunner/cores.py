@@ -1,7 +1,8 @@
 """Pin each thread that computes steps to its own core, and measure how long steps waited for a core.
 
 Linux moves a thread away from a core on which another thread wakes up. If all cores are computing, the moved thread
-shares a core with another thread."""
+shares a core with another thread.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def take_cores(part: int = 0, parts: int = 1) -> bool:
         parts: number of equally large teams that compute on this machine, each in its own process.
 
     Returns:
-        Whether each thread now has its own core."""
+        Whether each thread now has its own core.
+    """
     cores, count = _usable_cores(), torch.get_num_threads()
     if len(cores) < 2 or count * parts != len(cores):
         return False
@@ -59,7 +61,8 @@ def _usable_cores() -> list[int]:
 
 def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
     """Pin thread i of the team to `cores[i]`. Return False if no OpenMP library with GNU's interface runs torch's
-    threads."""
+    threads.
+    """
     if len(cores) == 1:
         os.sched_setaffinity(0, cores[0])
         return True
@@ -86,7 +89,8 @@ class CoreWaitMeter:
     It must be called in the thread that executes steps.
 
     If another thread executes steps, the main thread is left out, since it answers requests and no step waits for it.
-    Time for which a thread waited for a core between two steps counts towards the second step."""
+    Time for which a thread waited for a core between two steps counts towards the second step.
+    """
 
     def __init__(self, on_step: Callable[[StepRecord], None]) -> None:
         self._on_step = on_step
@@ -104,7 +108,8 @@ class CoreWaitMeter:
 
 def waited_ns() -> dict[int, int]:
     """Return how long each thread of this process has waited for a core so far, or {} if the operating system does not
-    report this."""
+    report this.
+    """
     found = {}
     paths = [TASKS / task / "schedstat" for task in os.listdir(TASKS)] if TASKS.is_dir() else []
     for path in _files.keys() - paths:  # the threads of these files have ended

@@ -34,7 +34,8 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
     """Return the checkpoint's name for a weight's scales, or None if there are none. Weights that also have zero points
-    are not supported, and give None."""
+    are not supported, and give None.
+    """
     if weight + OFFSETS in names:
         return None
     return next((weight + ending for ending in SCALES if weight + ending in names), None)
@@ -42,7 +43,8 @@ def name_of_scales(names: Container[str], weight: str) -> str | None:
 
 def fits(scales: list[int], shape: list[int]) -> bool:
     """Return whether scales of this shape fit a matrix: one for the whole matrix, one for each row, or one for each
-    block."""
+    block.
+    """
     rows, columns = shape
     of_blocks = [ceil(rows / BLOCK), ceil(columns / BLOCK)]
     return scales in ([], [1], [1, 1], [rows], [rows, 1], of_blocks)
@@ -52,7 +54,8 @@ def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice
     """Return part of a matrix, multiplied by its scales. # numbers [rows, columns] -> float32 [rows, columns]
 
     Args:
-        scales: scales of the whole matrix, in a shape that `fits`."""
+        scales: scales of the whole matrix, in a shape that `fits`.
+    """
     scales = scales.float()
     if scales.numel() > 1:
         rows, columns = (torch.arange(size)[part] for size, part in zip(shape, place, strict=True))

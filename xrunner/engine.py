@@ -66,7 +66,8 @@ class Engine:
 
     Attributes:
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
-        on_begin: called in `step`'s thread when a step begins, with the requests that start in it."""
+        on_begin: called in `step`'s thread when a step begins, with the requests that start in it.
+    """
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class Engine:
 
     def apply(self, schedule: Schedule) -> None:
         """Adopt another plan's schedule before the next step. If the plan has another placement, adopt it once no
-        request runs."""
+        request runs.
+        """
         self._redeployment.announce()
         self._inbox.put(schedule)
 
@@ -134,7 +136,8 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until another thread hands something in, for at most `timeout_s`. Call this when `step` has returned
-        None."""
+        None.
+        """
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
@@ -146,7 +149,8 @@ class Engine:
 
         Raises:
             MachineError: lost workers cannot be restarted.
-            EngineFailed: one step after another fails."""
+            EngineFailed: one step after another fails.
+        """
         try:
             tokens = self._step()
         except XgptError:

@@ -21,7 +21,8 @@ class WorkerLost(XgptError):
 
 class Use(NamedTuple):
     """How many bytes one process of a replica has sent, and for how many seconds it has executed steps, since its
-    start."""
+    start.
+    """
 
     process: str
     control_bytes: int
@@ -35,7 +36,8 @@ class Executor(Protocol):
     Attributes:
         failed: the reasons why requests got no token (NO_TOKEN) in the last step, by request id. Requests whose logits
             are not finite are left out.
-        resumes: whether a request can continue by prefilling its prompt and output so far."""
+        resumes: whether a request can continue by prefilling its prompt and output so far.
+    """
 
     logprobs: dict[int, Logprobs]
     failed: dict[int, str]
@@ -44,7 +46,8 @@ class Executor(Protocol):
 
     def accept(self, generation: Generation) -> None:
         """Raise an error if the workers cannot execute a request. The engine calls this before it schedules the
-        request."""
+        request.
+        """
 
     def prepare(self, grammar: str) -> object:
         """Compile a grammar in every process that chooses tokens, and wait until this is done. Any thread may call
@@ -53,7 +56,8 @@ class Executor(Protocol):
         The grammar stays compiled as long as the result is referenced. `start` compiles a grammar that is not compiled.
 
         Raises:
-            MachineError: the grammar cannot be compiled in one of the processes."""
+            MachineError: the grammar cannot be compiled in one of the processes.
+        """
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Add a request whose prompt is encoded next.
@@ -61,7 +65,8 @@ class Executor(Protocol):
         Args:
             table: the request's blocks in the lane that encodes it. Its first `table.found` blocks already contain K/V.
                 Later blocks are passed with steps (`Step.grown`).
-            moves_to: the request's blocks in the lane that decodes it. None means the same blocks."""
+            moves_to: the request's blocks in the lane that decodes it. None means the same blocks.
+        """
 
     def begin(self, step: Step) -> None:
         """Start a step after the earlier steps of its lane, and return without waiting for it."""
@@ -74,36 +79,42 @@ class Executor(Protocol):
         ended.
 
         Raises:
-            WorkerLost: the current steps will not end, and all K/V are lost."""
+            WorkerLost: the current steps will not end, and all K/V are lost.
+        """
 
     def interrupt(self) -> None:
         """Make `collect` return immediately. If `collect` is not waiting, its next call returns immediately. Any thread
         may call this.
 
-        If `collect` itself executes steps, do nothing, since no step could begin earlier."""
+        If `collect` itself executes steps, do nothing, since no step could begin earlier.
+        """
 
     def check(self) -> None:
         """Check that no worker is lost. The engine calls this while no step is being executed.
 
         Raises:
-            WorkerLost: a worker is lost."""
+            WorkerLost: a worker is lost.
+        """
 
     def restart(self) -> None:
         """Restart the workers without requests, after `WorkerLost` or a failed step.
 
         Raises:
-            MachineError: the workers cannot be restarted."""
+            MachineError: the workers cannot be restarted.
+        """
 
     def uses(self) -> list[Use]:
         """Return the use of each process, the engine's own first, or [] if there is only one process. Any thread may
-        call this."""
+        call this.
+        """
 
     def close(self) -> None:
         """Free all resources. The executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
         """Forget these requests. No current step uses them, and the schedule may give their blocks to other
-        requests."""
+        requests.
+        """
 
 
 class OneAtATime(ABC):

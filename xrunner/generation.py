@@ -34,7 +34,8 @@ class SamplingParams:
         prompt_logprobs: number of most probable tokens to report for each prompt token except the first. Requires
             `logprobs`. None reports nothing.
         logit_bias: pairs of a token and the number that is added to its logit.
-        grammar: the grammar of the output (`xrunner.grammar`). None means free text."""
+        grammar: the grammar of the output (`xrunner.grammar`). None means free text.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -63,7 +64,8 @@ GREEDY = SamplingParams()
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Difference between the seeds of two outputs of one request. It is so large that the seeds are unlikely to equal those
-of other requests."""
+of other requests.
+"""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
@@ -76,7 +78,8 @@ class Logprobs(NamedTuple):
     pairs.
 
     Attributes:
-        prompt: scores of each prompt token except the first."""
+        prompt: scores of each prompt token except the first.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -95,7 +98,8 @@ class Generation:
         deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that is still
             waiting at that time ends without a token.
         arrival_ns: time at which the server received the request, on the engine's clock. None means the time at which
-            the engine receives it."""
+            the engine receives it.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -112,7 +116,8 @@ class Generation:
     @property
     def is_scored(self) -> bool:
         """Return whether log probabilities of the prompt must be computed. If the request was preempted after
-        generating tokens, they have been reported already."""
+        generating tokens, they have been reported already.
+        """
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:

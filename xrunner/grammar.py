@@ -2,7 +2,8 @@
 
 A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. Every worker that chooses tokens gets the
 grammar with the request, and compiles it before the request enters the schedule (`xrunner.grammar_queue`). Tokens that
-the request had generated elsewhere advance the grammar when the request starts."""
+the request had generated elsewhere advance the grammar when the request starts.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +34,18 @@ MAX_BYTES = 1 << 16
 """Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
 """The most recently used grammars are kept as long as compiling all of them took at most this number of processor
-seconds."""
+seconds.
+"""
 LONG_BYTES = 1 << 13
 """If a grammar is longer than this, the process returns freed memory to the system after compiling the grammar and
-after each output that followed the grammar."""
+after each output that followed the grammar.
+"""
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
 """Limits on computing the tokens that may come next: the work of llguidance's lexer and of its parser, each in
 llguidance's units, and the number of the lexer's states. Usual schemas need a tenth of this. A pattern that needs more
 work takes 25 MiB, and adds 2 ms to a step for each output until it is refused. With llguidance's own limits it took 200
-MiB, and added 8 ms to every step."""
+MiB, and added 8 ms to every step.
+"""
 KEPT_ANSWERS = 64
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -63,7 +67,8 @@ until their limit. Where a model is free (WS), it may indent deeply.
 
 No earlier line can undo `no_forcing`. Without it, llguidance computes after each token how much of the following text
 is certain, and allows only the usual tokens of that text. A model prefers these tokens anyway. For a constant of 60,000
-characters, the computation adds 6 to 15 ms to every step. Source of the JSON: RFC 8259."""
+characters, the computation adds 6 to 15 ms to every step. Source of the JSON: RFC 8259.
+"""
 OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,8}", "json_allow_general_unicode_escapes": True}}
 
 
@@ -90,7 +95,8 @@ def whole_grammar(answer: str, begin: str, end: str, free: str, *, is_open: bool
     Args:
         answer: Lark rules. The rule `answer` matches the output after the reasoning.
         begin, end: Lark terms of the marks around reasoning.
-        may_lack_end: whether the output may end within reasoning."""
+        may_lack_end: whether the output may end within reasoning.
+    """
     # If the mark is text, its first occurrence ends the reasoning. If the mark is a token, only this token ends the
     # reasoning.
     unended = (
@@ -117,7 +123,8 @@ def ranges(tokens: Collection[int]) -> str:
 
 class Grammars:
     """Grammars for a checkpoint's tokens. A separate thread reads the checkpoint's tokenizer. The first use waits for
-    this thread."""
+    this thread.
+    """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._vocab_size = vocab_size
@@ -141,7 +148,8 @@ class Grammars:
         """Return why a grammar is refused, or None if it is accepted. Any thread may call this.
 
         Raises:
-            MachineError: the tokenizer cannot be used."""
+            MachineError: the tokenizer cannot be used.
+        """
         # The results are cached by grammar, so long grammars are refused before.
         return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
 
@@ -211,7 +219,8 @@ class GrammarState:
         """Return which tokens may come next, or None if llguidance can no longer follow the output, for instance
         because the grammar is too large.
 
-        # bool [vocab]"""
+        # bool [vocab]
+        """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             return None
@@ -227,7 +236,8 @@ class GrammarState:
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
     """Return the grammars for a checkpoint's tokens, or None if the checkpoint has no tokenizer or no token that ends
-    an output. Later calls in the same process return the same object."""
+    an output. Later calls in the same process return the same object.
+    """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:
         return None

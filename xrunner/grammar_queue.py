@@ -33,7 +33,8 @@ class GrammarQueue:
     Any thread may call the methods.
 
     Args:
-        pass_on: receives each request. If its grammar cannot be compiled, receives its last token instead."""
+        pass_on: receives each request. If its grammar cannot be compiled, receives its last token instead.
+    """
 
     def __init__(self, compile_: Callable[[str], object], pass_on: Callable[[Generation | Token], None]) -> None:
         self._compile = compile_

@@ -1,5 +1,6 @@
 """Return memory to the system after a large request has freed it. Otherwise the C library of an engine on a CPU would
-keep it."""
+keep it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Store keys and values in paged blocks, which the schedule (`xgpt.core.policies.Pool`) assigns to requests.
 
-Source: vLLM (PagedAttention)."""
+Source: vLLM (PagedAttention).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class KvCache:
             # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
             Latent attention stores one vector for each token, as both key and value: [1, num_blocks, 1, block_size,
             kept]. In eight bits, head_dim is SCALE_BYTES larger, since each token's numbers are followed by their scale
-            (`numbers_of`)."""
+            (`numbers_of`).
+    """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -49,7 +51,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
     Args:
         keys, values: keys and values of the step's tokens. # [tokens, num_kv_heads, head_dim]
         cache: the layer's cache. # [2 or 1, num_blocks, num_kv_heads, block_size, head_dim]
-        slots: block * block_size + offset of each token. # int64 [tokens]"""
+        slots: block * block_size + offset of each token. # int64 [tokens]
+    """
     block_size = cache.shape[3]
     block, offset = slots // block_size, slots % block_size
     for kept, x in zip(cache, (keys, values), strict=False):
@@ -73,7 +76,8 @@ def read_kv(cache: Tensor, blocks: Tensor) -> Tensor:
 def numbers_of(kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the numbers in eight-bit blocks, and of the scale of each token.
 
-    # int8 [.., block_size, head_dim + SCALE_BYTES] -> int8 [.., block_size, head_dim], float32 [.., block_size]"""
+    # int8 [.., block_size, head_dim + SCALE_BYTES] -> int8 [.., block_size, head_dim], float32 [.., block_size]
+    """
     block_size, head_dim = kept.shape[-2], kept.shape[-1] - SCALE_BYTES
     flat = kept.flatten(-2)
     numbers = flat[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))

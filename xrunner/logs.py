@@ -42,7 +42,8 @@ class NoFlood(logging.Filter):
     (`left_out`).
 
     A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each kind writes
-    less than 100 MB a day, except for requests that succeeded."""
+    less than 100 MB a day, except for requests that succeeded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class NoFlood(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """Formats records as {"time", "level", "logger", "message", ...}, followed by a record's `fields`.
 
-    In JSON, text from clients cannot begin a new line of the log."""
+    In JSON, text from clients cannot begin a new line of the log.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -98,7 +100,8 @@ def _short(value: object) -> object:
 class BackgroundHandler(logging.Handler):
     """Writes lines to a file descriptor in its own thread, so that an unread pipe blocks no other thread.
 
-    If `MAX_LINES` lines are waiting, further lines are lost, and a later line states how many were lost."""
+    If `MAX_LINES` lines are waiting, further lines are lost, and a later line states how many were lost.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()

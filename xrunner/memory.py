@@ -1,6 +1,7 @@
 """Allocate a CPU's memory for weights, keys and values, so that freed memory is reused and weights are in huge pages.
 
-A virtual machine's core reads weights a fifth faster from huge pages, since it reads page tables less often."""
+A virtual machine's core reads weights a fifth faster from huge pages, since it reads page tables less often.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def keep_freed_memory() -> None:
     for each 4 KiB. These faults take 5 to 13% of the time of a step of 500 tokens or more.
 
     Call this before the process has other threads. A thread that has already allocated memory keeps a separate arena,
-    which is outside the heap that `ask_for_heap` affects."""
+    which is outside the heap that `ask_for_heap` affects.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in (
@@ -42,7 +44,8 @@ def keep_freed_memory() -> None:
 
 def ask_for_heap() -> None:
     """Request huge pages for the part of the heap that has not been written to yet, where libraries will store
-    weights."""
+    weights.
+    """
     begin = _heap_begin()
     if begin is None:
         return
@@ -65,7 +68,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
 
     Args:
         huge: whether to use huge pages. Weights are read as a whole, which is faster from huge pages. Keys and values
-            are written block by block. For them, huge pages made a server's steps 13% longer on a virtual machine."""
+            are written block by block. For them, huge pages made a server's steps 13% longer on a virtual machine.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)

@@ -2,7 +2,8 @@
 layers.
 
 A rank builds its model from the sizes of its part (`Part.local`), and hooks add up the partial results of a stage's
-ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3."""
+ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def share(full: int, rank: int, degree: int) -> Share:
 
 class Cut(NamedTuple):
     """The part of a stored tensor that a rank holds: indices from `start` on, out of `full`, along dimension `dim` of
-    the model's parameter."""
+    the model's parameter.
+    """
 
     dim: int
     start: int
@@ -80,7 +82,8 @@ class Part:
             experts.
 
     Raises:
-        InputError: the heads cannot be divided among these ranks."""
+        InputError: the heads cannot be divided among these ranks.
+    """
 
     spec: ModelSpec
     layers: tuple[int, int]
@@ -106,7 +109,8 @@ class Part:
     @property
     def kv_heads(self) -> Share:
         """K/V heads that this rank caches. If there are more ranks than heads, the share is one head. Other ranks cache
-        the same head."""
+        the same head.
+        """
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -172,7 +176,8 @@ class Part:
 
 class VocabularyShare(Embedding):
     """The embedding's rows for a rank's share of the vocabulary. Tokens of other ranks give zero, and the group adds up
-    results."""
+    results.
+    """
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         nn.Module.__init__(self)
@@ -213,7 +218,8 @@ def build(part: Part) -> Model:
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return, for each parameter, the modules that hold it and its names there. The key is its name in the first
-    module."""
+    module.
+    """
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for leaf, value in module._parameters.items():
@@ -267,7 +273,8 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     """Return, for each parameter, the parts of stored tensors that a rank holds. There is one cut for each projection
     that the parameter fuses.
 
-    Every rank holds all of a parameter that is not named here."""
+    Every rank holds all of a parameter that is not named here.
+    """
     if part.degree == 1:
         return {}
     found: dict[str, tuple[Cut, ...]] = {}

@@ -19,7 +19,8 @@ class Prefixes:
 
     Each account has separate chains, so that no account can infer from times to first token what another account has
     sent. The chains start from a secret of this process, so that no client can construct two prompts with the same key.
-    Without `reuse`, prompts and outputs have no keys."""
+    Without `reuse`, prompts and outputs have no keys.
+    """
 
     def __init__(self, reuse: bool = True) -> None:
         self._reuse = reuse
@@ -30,7 +31,8 @@ class Prefixes:
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
         """Return the keys of a prompt's full blocks. Return () if the prompt is scored, since all its tokens must then
-        be computed."""
+        be computed.
+        """
         if generation.is_scored or not self._reuse:
             return ()
         prompt, size, account, chain = self._last
@@ -44,7 +46,8 @@ class Prefixes:
         requests' ends.
 
         Args:
-            tokens: returns a request's tokens, except for the last, which has no K/V."""
+            tokens: returns a request's tokens, except for the last, which has no K/V.
+        """
         return {one.id: self.extend(one.chain, tokens(one.id), size, one.account) for one in ended if self._reuse}
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:

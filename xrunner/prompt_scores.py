@@ -51,7 +51,8 @@ class ScoredPlaces:
         rows: the rows of these positions in a batch in which the step's decodes come first. # int64 [scored]
         targets: the prompt tokens that follow these positions and are scored. # int64 [scored]
         requests: for each request: its id, the number of its positions, and the number of most probable tokens to
-            report for each position."""
+            report for each position.
+    """
 
     rows: Tensor
     targets: Tensor

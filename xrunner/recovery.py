@@ -1,5 +1,6 @@
 """Keep an engine's requests and their tokens, in case a request is preempted or a worker is lost, and find the request
-that makes steps fail."""
+that makes steps fail.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Ledger:
     ) -> list[Token]:
         """Return the tokens of a step that have not been returned before.
 
-        A static batch continues to compute requests that have ended. Their further tokens are not returned."""
+        A static batch continues to compute requests that have ended. Their further tokens are not returned.
+        """
         tokens = []
         for id_, chosen in sampled.items():
             if not pool.is_silent(id_):
@@ -103,7 +105,8 @@ class Suspects:
     """The requests of a step that has failed.
 
     These requests run again one after the other, each after the previous one has generated the token at which the step
-    failed. If a step fails again, its only suspect is at fault."""
+    failed. If a step fails again, its only suspect is at fault.
+    """
 
     def __init__(self) -> None:
         self._failures: list[float] = []
@@ -123,7 +126,8 @@ class Suspects:
         known.
 
         Raises:
-            EngineFailed: too many steps have failed recently."""
+            EngineFailed: too many steps have failed recently.
+        """
         if too_often(self._failures, FAILURES, PERIOD_S):
             last = f"{type(error).__name__}: {error}"
             raise EngineFailed(f"{FAILURES + 1} steps have failed within {PERIOD_S:.0f} s, the last: {last}") from error

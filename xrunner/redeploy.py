@@ -16,7 +16,8 @@ class Redeployment:
     """The plan to deploy once no request runs, and the requests that are parked until then.
 
     Args:
-        deploy: builds the workers of another plan."""
+        deploy: builds the workers of another plan.
+    """
 
     def __init__(self, deploy: Deployer | None) -> None:
         self._deploy = deploy
@@ -40,7 +41,8 @@ class Redeployment:
         """Adopt a plan now if it has the same placement and no plan is pending. Otherwise deploy it next.
 
         Raises:
-            MachineError: no other placement can be deployed."""
+            MachineError: no other placement can be deployed.
+        """
         self._num_taken += 1
         if not self.is_pending and running.apply(schedule):
             self._num_settled = self._num_taken

@@ -27,7 +27,8 @@ def _sum(name: str) -> property:
 class Pools:
     """The pools of all replicas together.
 
-    The replicas' threads change the pools at the same time, so only sizes are read. Such reads are atomic."""
+    The replicas' threads change the pools at the same time, so only sizes are read. Such reads are atomic.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -43,7 +44,8 @@ class Replicas:
     Args:
         build: `build(number, on_step)` builds a replica's engine, in the thread that will run it. The engine calls
             `on_step` with each step's record.
-        router: chooses the replica of a request. None means the one with the fewest requests."""
+        router: chooses the replica of a request. None means the one with the fewest requests.
+    """
 
     def __init__(
         self,

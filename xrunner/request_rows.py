@@ -1,5 +1,6 @@
 """Keep the state of a worker's running requests in arrays, so that a step with hundreds of them takes a few numpy
-calls."""
+calls.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class RequestRows:
         context: number of tokens whose K/V are in the cache. # int32 [rows]
         prompt_len: number of tokens in the prompt. # int32 [rows]
         num_blocks: number of the request's blocks. # int32 [rows]
-        tables: the blocks, in order. The rest of each row is arbitrary. # int32 [rows, blocks]"""
+        tables: the blocks, in order. The rest of each row is arbitrary. # int32 [rows, blocks]
+    """
 
     def __init__(self) -> None:
         self._row: dict[int, int] = {}

@@ -5,7 +5,8 @@ If a row of logits contains NaN, or the row's highest value is infinite, only th
 A drawn token depends only on its request: each candidate's random number is a hash of the request's seed, the token's
 position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
 the last bits of logits, since products of different sizes are rounded differently. A different token is then drawn only
-if two candidates differ by no more than this rounding error. Greedy sampling may then also choose a different token."""
+if two candidates differ by no more than this rounding error. Greedy sampling may then also choose a different token.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Sampler:
 
     Attributes:
         failed: the reasons why rows got no token in the last call, by index into the call's `rows`. Rows whose logits
-            are not finite are left out."""
+            are not finite are left out.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
         self._vocab_size = vocab_size
@@ -78,7 +80,8 @@ class Sampler:
 
     def takes_highest(self, rows: np.ndarray) -> bool:
         """Return whether each row's token is the one with the highest sum of logit and `clocks`, because no row has a
-        setting other than a temperature."""
+        setting other than a temperature.
+        """
         if self.is_idle:
             return True
         settings = self._settings_of(rows)
@@ -94,7 +97,8 @@ class Sampler:
         The arguments are those of `__call__`.
 
         Returns:
-            # float32 [sampled, vocab]"""
+            # float32 [sampled, vocab]
+        """
         settings = self._settings_of(rows)
         drawn = np.flatnonzero(settings["temperature"])
         if not drawn.size:
@@ -112,7 +116,8 @@ class Sampler:
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
         """Store the sampling parameters of a row's request. `output`: tokens that the request had generated before a
-        preemption."""
+        preemption.
+        """
         if params.is_plain:
             return
         if row >= len(self._settings):
@@ -161,7 +166,8 @@ class Sampler:
 
         Returns:
             The tokens, # int64 [sampled]
-            and log probabilities, by index into `rows`, for the requests that ask for them."""
+            and log probabilities, by index into `rows`, for the requests that ask for them.
+        """
         self.failed = {}
         if not len(rows):
             return np.zeros(0, dtype=np.int64), {}
@@ -194,7 +200,8 @@ class Sampler:
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
         """Choose the tokens of all rows together. The state of rows changes only at the end, when nothing can fail any
-        more."""
+        more.
+        """
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -271,7 +278,8 @@ class Sampler:
 
 def highest(logits: Tensor) -> Tensor:
     """Return each row's greedy choice, or NO_TOKEN where the logit is NaN or infinite. # [rows, vocab] -> int64
-    [rows]"""
+    [rows]
+    """
     # numpy and torch both treat a NaN as the highest number.
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy is two to four times as fast
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -288,7 +296,8 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
         scores: # float32 [rows, vocab]
 
     Returns:
-        # int64 [rows]"""
+        # int64 [rows]
+    """
     # Since the highest score is 0, division by a low temperature can at most turn other scores into -inf.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / _column(settings["temperature"], scores)
     cut = np.flatnonzero(_is_cut(settings, scores.shape[-1]))
@@ -315,7 +324,8 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
         scores: the highest of each row is 0. # float32 [rows, vocab]
 
     Returns:
-        # float32 [rows, 1]"""
+        # float32 [rows, 1]
+    """
     vocab = scores.shape[-1]
     top_k, top_p, min_p = (_column(settings[name], scores) for name in ("top_k", "top_p", "min_p"))
     limits = settings["top_k"][settings["top_k"] < vocab]
@@ -347,7 +357,8 @@ def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
         noise: random bits of each token. # int32 [vocab]
 
     Returns:
-        The numbers, some rows at a time, in order. # float32 [rows, vocab]"""
+        The numbers, some rows at a time, in order. # float32 [rows, vocab]
+    """
     halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(noise.device)
     for half in halves.split(max(1, RACERS // len(noise))):
         bits = (noise ^ half[:, :1]).mul_(half[:, 1:] | 1)
@@ -366,7 +377,8 @@ def token_noise(vocab_size: int) -> Tensor:
 def keys_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return random bits for each pair of a seed and a position. # uint64 [rows]
 
-    Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position."""
+    Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position.
+    """
     return _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
@@ -383,7 +395,8 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
     Args:
         logits: # [rows, vocab]
         tokens: # int64 [rows]
-        num_top: number of most probable tokens to report. # int [rows]"""
+        num_top: number of most probable tokens to report. # int [rows]
+    """
     if not len(tokens):
         return []
     logprobs = logits.float().log_softmax(dim=-1)

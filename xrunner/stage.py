@@ -35,14 +35,16 @@ class StageModel:
     goes through the pipeline twice. The first pass is `run_encoder`. At its end, the last stage sends the encoder's
     output to every other stage. The second pass is the call of this object. Under WAA, each lane does one of the two
     passes, and the encode lane's output is transferred to every stage of the decode lane. Each stage gets it by
-    `take_encoder_output`."""
+    `take_encoder_output`.
+    """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
         self._memories: deque[Tensor] = deque()
         """Encoder outputs for later calls. The last stage keeps them. Under WAA, every stage of the decode lane keeps
-        them."""
+        them.
+        """
 
     @property
     def runs_encoder_first(self) -> bool:
@@ -52,7 +54,8 @@ class StageModel:
         """Run a batch of prompts through the encoder layers only.
 
         Return the encoder's output in the last stage of an encode lane. In other stages, return None.
-        # [prompt tokens, hidden]"""
+        # [prompt tokens, hidden]
+        """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
         hidden = model.encode(batch, backend, self._received(_num_prompt_tokens(batch)))

@@ -2,7 +2,8 @@
 
 The result is K/V in whole blocks, which both lanes store in the same form. For an encoder-decoder, it is the encoder's
 output, from which each decode worker computes the keys and values of its layers. Both lanes compute which rank sends
-which layers and heads to which rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA)."""
+which layers and heads to which rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from xrunner.parallel import Part
 class Piece(NamedTuple):
     """K/V that one worker sends to another: some heads of some layers, as [first, end) in the model's numbering.
 
-    An encoder's output is sent as a whole."""
+    An encoder's output is sent as a whole.
+    """
 
     sender: int
     receiver: int
@@ -50,7 +52,8 @@ class Cargo(Protocol):
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
     """Return the pieces of K/V to send. Each receiver gets each K/V head of its layers only once. If several ranks have
-    the same head, the receivers are divided among these ranks."""
+    the same head, the receivers are divided among these ranks.
+    """
     found = []
     for receiver, there in receivers.items():
         by_layers: dict[tuple[int, int], list[int]] = {}
@@ -74,7 +77,8 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
 
 def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
     """Return one piece for each decode worker: the whole encoder output, sent by one of the last encode stage's ranks.
-    All these ranks have the output, so the decode workers are divided among them."""
+    All these ranks have the output, so the decode workers are divided among them.
+    """
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 
@@ -83,7 +87,8 @@ class EncoderOutputs:
     """The encoder outputs that a worker sends or receives, by request. # each [prompt tokens, hidden]
 
     Received outputs are stored only when the worker executes the transfer's command, after all earlier steps in the
-    queue. If a request was preempted, the worker then first releases it and adopts it again."""
+    queue. If a request was preempted, the worker then first releases it and adopts it again.
+    """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
         self._encoder_outputs = encoder_outputs

@@ -37,7 +37,8 @@ def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torc
     """Return the dtype in which a device stores K/V: `kv_dtype`, or the default for matrix products in `dtype`.
 
     Raises:
-        InputError: the device does not support keys and values in this dtype."""
+        InputError: the device does not support keys and values in this dtype.
+    """
     kept = _precision(dtype, device, kv_dtype).kv
     known = DTYPES | ({"int8": torch.int8} if torch.device(device).type == "cpu" else {})
     if kept not in known:
@@ -59,7 +60,8 @@ class Weight(NamedTuple):
 
     Attributes:
         entry: the tensor's index in a stored stack of tensors, and the size of the stack. None means that the tensor is
-            stored separately."""
+            stored separately.
+    """
 
     name: str
     out: Tensor
@@ -100,7 +102,8 @@ class WeightSource(Protocol):
 
         Args:
             copies: tensors that may be stored more than once, with the names of the copies. Copies must have equal
-                values."""
+                values.
+        """
 
     def read(self, weight: Weight) -> None:
         """Fill `weight.out`, converting to its dtype and device."""
@@ -111,7 +114,8 @@ class Checkpoint:
 
     Raises:
         InputError: the directory has no weights (pickled weights are refused, since they can run code), or the index or
-            a file is broken."""
+            a file is broken.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -135,7 +139,8 @@ class Checkpoint:
 
         Raises:
             InputError: a tensor is missing, has another shape or an unsupported dtype, or has a copy with different
-                values."""
+                values.
+        """
         for weight in weights:
             path, file, found = self._find(weight.name)
             stored = file.get_slice(found)
@@ -160,7 +165,8 @@ class Checkpoint:
         """Copy a checked tensor, reading only the part that is needed.
 
         Raises:
-            InputError: the tensor contains NaN or infinity, possibly only after conversion to the model's dtype."""
+            InputError: the tensor contains NaN or infinity, possibly only after conversion to the model's dtype.
+        """
         path, file, found = self._find(weight.name)
         is_whole = weight.cut is None and weight.entry is None
         tensor = file.get_tensor(found) if is_whole else file.get_slice(found)[weight.stored_place]
@@ -199,7 +205,8 @@ class SeededWeights:
     """Random weights with the magnitudes of trained weights. Activations keep their scale, and logits have a standard
     deviation of about one.
 
-    Each tensor depends only on the seed and its name, and is the same on any rank."""
+    Each tensor depends only on the seed and its name, and is the same on any rank.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -228,7 +235,8 @@ def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
     """Refuse a source that lacks a model's weights, before memory is allocated.
 
     Raises:
-        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape."""
+        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape.
+    """
     _checked(Part.whole(spec), dtype, source)
 
 
@@ -238,7 +246,8 @@ def load_model(
     """Allocate a model, or a part of it, on its device and fill each parameter from `source`.
 
     Raises:
-        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape."""
+        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape.
+    """
     return _loaded(part or Part.whole(spec), dtype, source, device, lambda projection: None)
 
 
@@ -252,7 +261,8 @@ def load_prepacked(
 ) -> Model:
     """Load a model like `load_model`, and pack each projection for the device as soon as it is read.
 
-    Only one matrix at a time is in float32, so that a model in eight bits never takes four times its size."""
+    Only one matrix at a time is in float32, so that a model in eight bits never takes four times its size.
+    """
 
     def prepack(projection: Linear) -> None:
         projection.prepack(dtype, layouts)
@@ -322,7 +332,8 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
     """Return an expert's index and the number of experts, if the checkpoint stores this parameter of all experts
-    together."""
+    together.
+    """
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
         return None

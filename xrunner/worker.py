@@ -44,7 +44,8 @@ class Worker(OneAtATime):
     Args:
         stage: the worker's stage of a pipeline. None means that it has the whole model.
         run: runs the whole model in place of `model` itself, for instance by captured graphs.
-        vocabulary: this rank's share of the vocabulary. None means all of it."""
+        vocabulary: this rank's share of the vocabulary. None means all of it.
+    """
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class Worker(OneAtATime):
         """Reserve a row for a request with these blocks.
 
         If the model's decoder has a start token, this token follows the prompt. This needs no further slot, since the
-        last output token is never fed to the model."""
+        last output token is never fed to the model.
+        """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
         limit = self.model.spec.max_context
@@ -92,7 +94,8 @@ class Worker(OneAtATime):
         """Reserve a row for a request whose first `cached` tokens another worker has encoded.
 
         Before the request decodes, the K/V of these tokens must be written into its blocks. For an encoder-decoder, the
-        encoder's output must be written into `encoder_outputs`."""
+        encoder's output must be written into `encoder_outputs`.
+        """
         if self.model.decoder_start:
             self.start(generation, table)
             return
@@ -137,7 +140,8 @@ class Worker(OneAtATime):
         """Add the step's blocks to its requests. If prompts go through the pipeline twice, run them through the
         encoder.
 
-        The prompts are cut into the same slices as in the second pass, which depend on the step's decodes."""
+        The prompts are cut into the same slices as in the second pass, which depend on the step's decodes.
+        """
         self._rows.grow(step.grown)
         if self._stage is None or not self._stage.runs_encoder_first:
             return
@@ -157,7 +161,8 @@ class Worker(OneAtATime):
         """Run one step. Return the next token of each request that decoded or finished its prefill.
 
         A step with more tokens than a slice runs slice by slice, so that activations fit into the memory planned for
-        them."""
+        them.
+        """
         self.logprobs, self.failed = {}, {}
         tokens: dict[int, int] = {}
         if not encoder_ran:
@@ -171,7 +176,8 @@ class Worker(OneAtATime):
 
     def _joined(self, step: Step) -> Step:
         """Return the step with each request that is new to this decode lane as a prompt, since its K/V must be computed
-        here."""
+        here.
+        """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
             return step
@@ -192,7 +198,8 @@ class Worker(OneAtATime):
 
     def _uncut(self, step: Step) -> Step:
         """Return the step for a model that cannot cut prompts: a prompt's last chunk becomes the whole prompt, and its
-        other chunks are dropped."""
+        other chunks are dropped.
+        """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
 
@@ -218,14 +225,16 @@ class Worker(OneAtATime):
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
         """Run the model. Return the tokens with the highest sums of logits and `batch.added`.
 
-        The result is None if this is not the last stage. # int64 [sampled]"""
+        The result is None if this is not the last stage. # int64 [sampled]
+        """
         with torch.inference_mode():
             logits = self.logits(replace(batch, highest_only=True))
             return None if logits is None else self.sample(logits).cpu().numpy()
 
     def logits(self, batch: Batch) -> Tensor | None:
         """Run the model, and return its logits. The next call may overwrite them. # [sampled, vocab or this rank's
-        share of it]"""
+        share of it]
+        """
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
@@ -235,7 +244,8 @@ class Worker(OneAtATime):
         """Run the model, and choose tokens by each request's sampling parameters. # int64 [sampled]
 
         Args:
-            scored: prompt tokens to score. Their logits follow the requests' logits."""
+            scored: prompt tokens to score. Their logits follow the requests' logits.
+        """
         with torch.inference_mode():
             logits = self.logits(batch)
             assert logits is not None, "only the last stage has sampling parameters"
@@ -271,7 +281,8 @@ class Worker(OneAtATime):
 
 def fed(tokens: np.ndarray) -> np.ndarray:
     """Return the tokens to feed next, with 0 for a request that has no token but stays in its batch. # int64 [n] ->
-    same"""
+    same
+    """
     return np.maximum(tokens, 0)
 
 

@@ -36,7 +36,8 @@ The remaining task is to bound the time of an iteration:
 There are three assumptions. Iterations take the same time for requests of all lengths, since no schedule knows an
 output's length in advance. The closed forms at saturation are right. The mean time of an iteration varies by at most
 `SPREAD` between long requests. A search compares its simulated rates with the bound and widens the gap if a rate
-exceeds the bound. `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them."""
+exceeds the bound. `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +74,16 @@ LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Waits are computed at loads that are multiples of `LOAD_STEP`, up to `MOST_LOAD`. Other loads are rounded down."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
 """With more than `MOST_SERVERS` micro-batches, waits are ignored, since they are short compared with the time of a
-prompt. `MANY_SERVERS` means any such number."""
+prompt. `MANY_SERVERS` means any such number.
+"""
 SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
     """Return looser bounds for a saturated engine. It keeps them if arriving requests keep `constraint` at some rate.
 
-    A bound is removed if no finite loosening is enough."""
+    A bound is removed if no finite loosening is enough.
+    """
     latency, ttft, tpot = None, None, None
     of_ttft = constraint.ttft_quantile or constraint.quantile
     of_tpot = constraint.tpot_quantile or constraint.quantile
@@ -121,7 +124,8 @@ class Waits:
         Args:
             prompt_s: lower bound on the seconds of a prompt of the mean length on the slowest stage.
             through_s: lower bounds on the seconds of a prompt of each length through all stages, or None for those in
-                proportion to `prompt_s`. # [lengths]"""
+                proportion to `prompt_s`. # [lengths]
+        """
         queue = self._queue(1, prompt_s * rate)
         if queue is None or not self._keep_first(self._first(queue, prompt_s, through_s)):
             return 0.0
@@ -137,7 +141,8 @@ class Waits:
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
         """Return the same upper bound as `left` for each token budget of a step. 0 means that the bounds cannot be
-        kept. # [n]"""
+        kept. # [n]
+        """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
         for i, (prompt_s, step_s, prompts) in enumerate(zip(at.prompt_s, at.step_s, at.steps_a_prompt, strict=True)):
@@ -207,7 +212,8 @@ class _Queue(NamedTuple):
 
     Attributes:
         all_waits: each prompt's time until it begins. # [arrivals]
-        waits, first: quantiles of this time, and of the time until a prompt ends. # [NUM_WAITS]"""
+        waits, first: quantiles of this time, and of the time until a prompt ends. # [NUM_WAITS]
+    """
 
     all_waits: Array
     waits: Array
@@ -236,7 +242,8 @@ def waits_in_groups(groups: int, arrivals_s: Array, least_s: Array, alone_s: Arr
     (Lindley's recursion). When a prompt's batch begins, all that is left of earlier prompts is in the batches of the
     other groups and in its own batch. So if w is left at its arrival, the batch begins (w - (n - 1) longest - p) / n
     later or more, where p is the work of earlier prompts in the batch. The prompt's first token follows after p + least
-    and after alone, which is together the least if p = alone - least."""
+    and after alone, which is together the least if p = alone - least.
+    """
     ahead = np.cumsum(least_s) - least_s - groups * arrivals_s
     work = ahead - np.minimum.accumulate(ahead)
     return np.maximum((work - (groups - 1) * longest_s - (alone_s - least_s)) / groups, 0.0)
@@ -252,7 +259,8 @@ def paced(constraint: Constraint, lengths: Lengths, moving_s: float, rate: float
 
     Args:
         moving_s: lower bound on the seconds to move the K/V of a prompt of the mean length.
-        rate: requests a second at one replica."""
+        rate: requests a second at one replica.
+    """
     longest = lengths.decodes_at(constraint.planned_quantile)
     if constraint.tpot_s is None or not longest:
         return constraint
@@ -285,7 +293,8 @@ class GroupTimes(NamedTuple):
     Attributes:
         least_s: lower bounds for a prompt of each length as a part of a batch. # [sizes, lengths]
         alone_s: lower bounds for a prompt of each length alone. # [lengths]
-        longest_s: upper bounds on a batch. # [sizes]"""
+        longest_s: upper bounds on a batch. # [sizes]
+    """
 
     least_s: Array
     alone_s: Array
@@ -303,7 +312,8 @@ class PromptSteps:
 
     Args:
         lane: the lane's costs on the lower tables (`xscheduler.lower_tables`).
-        budgets: token budgets of a step of one micro-batch. # [n]"""
+        budgets: token budgets of a step of one micro-batch. # [n]
+    """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, budgets: npt.ArrayLike, microbatches: int) -> None:
         self.microbatches = microbatches

@@ -1,6 +1,7 @@
 """Find the settings of all placements that keep the bounds at the highest arrival rate, in closed form.
 
-Every placement is searched along load curves. The settings on a curve differ only in the batch size."""
+Every placement is searched along load curves. The settings on a curve differ only in the batch size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STEP = 1.35
 TIGHTER = 0.8
 MOST_TIGHTER = 6
 """The search also tries the best settings under up to `MOST_TIGHTER` tighter bounds, each `TIGHTER` times the one
-before."""
+before.
+"""
 NEARLY_BEST = 0.85
 """A placement is searched on a finer grid if its best rate reaches this share of the policy's best rate."""
 MOST_PLACEMENTS = 48
@@ -115,7 +117,8 @@ def best_under_tighter(space: Space) -> list[PolicySettings]:
     """Return the best settings of a placement under each of several tighter bounds, without repetitions.
 
     The tighter the bounds, the smaller the batches. Under the original bounds, all these settings may have about the
-    same rate in closed form, although their simulated rates differ."""
+    same rate in closed form, although their simulated rates differ.
+    """
     found: list[PolicySettings] = []
     for n in range(1, MOST_TIGHTER + 1):
         best = best_of(space.tightened(TIGHTER**n))

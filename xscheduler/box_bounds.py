@@ -8,7 +8,8 @@ steps may shorten a point's cycle by up to the idle time, so the point's through
 static and of waa's encode lane are not monotone. For them, the largest settings bound the requests served in a period,
 and the smallest settings bound the period. If waa's cap on running requests allows only a few encode batches,
 throughput exceeds the closed form, and Little's law is the bound. A box is dropped once its slow corner breaks a
-latency bound. xscheduler.placement_bounds bounds whole placements."""
+latency bound. xscheduler.placement_bounds bounds whole placements.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from xscheduler.tolerances import TOLERANCES
 CORNER = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
 """Predictions may fail to be monotone by at most this share: the tables are monotone, but closed forms merge
-iterations."""
+iterations.
+"""
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
     """Return the indices of a box's slow corner (lowest latency) and fast corner (highest throughput).
 
-    The second index is None unless throughput is known to rise or fall with each variable."""
+    The second index is None unless throughput is known to rise or fall with each variable.
+    """
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")
@@ -77,7 +80,8 @@ def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     of its box.
 
     The share is infinite if the search would drop a box for its slow corner although the drawn point is feasible. It is
-    0 if all bounds are valid."""
+    0 if all bounds are valid.
+    """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)
     columns: dict[str, Ints] = {

@@ -31,7 +31,8 @@ class Candidates:
     """The candidates of one problem.
 
     Raises:
-        InputError: the workload is longer than the model's context."""
+        InputError: the workload is longer than the model's context.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -71,7 +72,8 @@ class Candidates:
         """Return the smallest number of devices that, as a pipeline, hold the model and one request of the longest
         length.
 
-        None means that even one device for each layer would not be enough."""
+        None means that even one device for each layer would not be enough.
+        """
         model, longest = self.problem.model, self.lengths.max_input + self.lengths.max_output
         if model.is_encoder_decoder:
             return None
@@ -156,7 +158,8 @@ class Candidates:
         """Return the placement whose replicas are pipelines of equal stages, with one micro-batch for each stage.
 
         Raises:
-            InputError: the cluster, the model or the profile does not allow this placement."""
+            InputError: the cluster, the model or the profile does not allow this placement.
+        """
         size = tp_degree * num_stages
         engine = self.problem.deployed or self.problem.engine
         if (reason := why_not_divided(self.problem.model, engine, tp_degree, ep_degree)) is not None:

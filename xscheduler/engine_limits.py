@@ -9,7 +9,8 @@ GROUPED = ("fp8_block", "int4")
 
 SHARING = ("vllm", "sglang")
 """Engines for which xgpt models replicas that share the experts of a layer. TensorRT-LLM's enable_attention_dp shares
-them, too."""
+them, too.
+"""
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
@@ -20,7 +21,8 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
     Args:
         engine: None means xgpt's own engine. It unpacks weights, so only heads, widths and experts must be divisible.
-        ep: number of parts into which the experts of a layer are divided. Each part holds whole experts."""
+        ep: number of parts into which the experts of a layer are divided. Each part holds whole experts.
+    """
     for kind in model.kinds:
         reason = _undivided(kind, tp, ep)
         if reason is None and engine is not None and engine.framework != "xgpt":

@@ -1,7 +1,8 @@
 """Evaluate a user's own objective: an expression over a plan's figures. It is parsed, never executed as code.
 
 An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if true, else 0), `a if
-condition else b`, and the functions in `FUNCTIONS`. One call evaluates an expression for many candidates."""
+condition else b`, and the functions in `FUNCTIONS`. One call evaluates an expression for many candidates.
+"""
 
 from __future__ import annotations
 

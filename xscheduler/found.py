@@ -18,7 +18,8 @@ class Found:
         closed_rate: for a schedule that was not simulated, the closed form's highest arrival rate, requests/s. None if
             it was simulated, or if its objective is no rate.
         beside: returns the best schedule of the same policy on a placement of another shape than a draft's or, if the
-            draft has several stages, on undivided replicas. None means that the search keeps none."""
+            draft has several stages, on undivided replicas. None means that the search keeps none.
+    """
 
     draft: PlanDraft
     ceiling: Ceiling

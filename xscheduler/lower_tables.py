@@ -6,7 +6,8 @@ on these tables.
 
 Beyond its last point, a table is extrapolated along its last segment. There, a lowered table could rise faster than the
 original and exceed it. Such a lowered table gets one more point, at twice the last size. Up to this point it rises no
-faster than the original."""
+faster than the original.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A replica has n devices. In each lane, the first `tp_devices` devices form groups of `tp_degree`, and each of the other
 devices is a group by itself. Each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that
-the slowest stage is as fast as possible."""
+the slowest stage is as fast as possible.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from xsimulator.stages import Lane, degrees, is_grouped, lane, lane_of, spread, 
 PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
 """The variables of a placement that a user can fix. Without `tp_devices`, `tp` is the tensor-parallel degree of every
 stage. With `tp_devices`, `tp` is the degree of the groups only, and `tp_devices` is the number of a replica's devices
-in groups. `pp` is the number of the decode lane's stages."""
+in groups. `pp` is the number of the decode lane's stages.
+"""
 MAX_SPLITS = 6
 """Largest number of values of `tp_devices` to try for a degree."""
 FEW_DEVICES = 8
@@ -125,7 +127,8 @@ class Placements:
     """Lists placements.
 
     Args:
-        in_groups: whether prompts may also be encoded by several groups side by side, each with the whole model."""
+        in_groups: whether prompts may also be encoded by several groups side by side, each with the whole model.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,8 @@ class Placements:
     def of(self, kind: str) -> list[Placement]:
         """Return all placements for a policy. Devices may be left idle.
 
-        On N devices there are floor(N/n) replicas of n devices. Up to N = 8, every possible placement is included."""
+        On N devices there are floor(N/n) replicas of n devices. Up to N = 8, every possible placement is included.
+        """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
             replicas = self.num_devices // size
@@ -210,7 +214,8 @@ class Placements:
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
     ) -> tuple[LanePlacement, ...]:
         """Return all lanes on `size` devices in which every stage has at least one layer and consecutive stages are
-        linked."""
+        linked.
+        """
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
@@ -289,7 +294,8 @@ class Placements:
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
         """WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
-        number to try stands for the allocation whose computed number is nearer to it, or for both."""
+        number to try stands for the allocation whose computed number is nearer to it, or for both.
+        """
         if size < 2:
             return {}
         encode = self._num_encoder_layers * self._layer_seconds((1, 1), True, False)
@@ -311,7 +317,8 @@ class Placements:
 
     def _encoders_by_memory(self, size: int) -> int:
         """Return the number of encode devices for which all devices hold equal numbers of bytes, if K/V fills the
-        decode lane's free memory."""
+        decode lane's free memory.
+        """
         model, dtype = self._model, self._profile.dtype
         device = self._cluster.device
         total = size * device.memory_bytes * device.usable_memory

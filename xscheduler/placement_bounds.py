@@ -15,7 +15,8 @@ If encode and decode steps alternate (rra, static), M encode steps must also go 
 
 By Little's law the throughput is at most M m / (E[D] t(m)). Two constraints limit m from above. A request of D decode
 iterations takes at least D t(m), and this time must keep the latency bound. M m requests must fit in memory. Source:
-ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast."""
+ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class _Stages(NamedTuple):
     """The sum of `decode_s` over all stages, plus the hops between them. # [m]"""
     steady_s: Array
     """As `decode_s`, if every step decodes m requests. `decode_s` assumes only that steps decode m requests on
-    average."""
+    average.
+    """
     steady_passing_s: Array
     """As `passing_s`, if every step decodes m requests. # [m]"""
     first_s: Array
@@ -88,7 +90,8 @@ class PlacementBounds:
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
         """Times of a layer by group. The key's second part is True for the model's last layer if that layer takes a
-        different time."""
+        different time.
+        """
         self._of_stages: dict[StageShape, _Degree] = {}
 
     @property
@@ -309,7 +312,8 @@ class PolicyBounds:
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
         """Between grid points, times are linear and throughput is monotone. So the maximum is at a grid point or at
-        `most`."""
+        `most`.
+        """
         m = self.steps.iterations.batches
         index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
         rows = np.arange(len(most))
@@ -340,7 +344,8 @@ class _Degree(NamedTuple):
     decode_s: Array
     steady_s: Array
     """As `decode_s`, if every step decodes m requests. `decode_s` assumes only that steps decode m requests on
-    average."""
+    average.
+    """
     steady_head_s: Array
     mixed_s: Array
     met_s: Array

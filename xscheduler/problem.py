@@ -31,7 +31,8 @@ class Problem:
         deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
             requests. None means `engine`.
         even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
-        reused: the part of prompts that is found in the K/V cache. None means no part."""
+        reused: the part of prompts that is found in the K/V cache. None means no part.
+    """
 
     model: ModelSpec
     checkpoint: str | None
@@ -59,7 +60,8 @@ class Problem:
     @property
     def in_groups(self) -> bool:
         """Whether several groups may encode prompts side by side. Only vLLM runs such plans: several of it. They are
-        tried where arrivals must keep bounds on first tokens and on the time between tokens."""
+        tried where arrivals must keep bounds on first tokens and on the time between tokens.
+        """
         framework = self.profile.engine if self.engine is None else self.engine.framework
         bounds = self.constraint
         return (
@@ -97,7 +99,8 @@ class Problem:
         """Return how K/V memory is promised under a policy, as the user requested or by the engine's default.
 
         By default, memory is reserved for the longest output where the fast simulation cannot preempt requests: in
-        pipelines, with a draft, and with cached prompts of requests that are no turns of sessions."""
+        pipelines, with a draft, and with cached prompts of requests that are no turns of sessions.
+        """
         if self.kv is not None:
             return self.kv
         engine = self.engine_of(kind)

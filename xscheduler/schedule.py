@@ -43,7 +43,8 @@ class Scheduler:
 
     def found(self, kinds: Sequence[str]) -> dict[str, Found]:
         """Return each policy's schedule with the highest throughput at saturation in closed form, for the policies that
-        have one."""
+        have one.
+        """
         plans: dict[str, Found] = {}
         for kind in kinds:
             started = time.perf_counter()
@@ -67,7 +68,8 @@ class Scheduler:
 
     def ceiling_of(self, found: Found, kind: str, beyond: float = 1.0) -> Ceiling:
         """Return a ceiling that also covers settings that keep memory full, for which requests wait. The search leaves
-        them out, since closed forms do not predict them well."""
+        them out, since closed forms do not predict them well.
+        """
         most = found.ceiling.most
         if most is None:
             return found.ceiling
@@ -112,7 +114,8 @@ def _key(plan: PlanDraft) -> tuple[PolicySettings, int, int, int]:
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
     """Return the headroom with which to plan: the constraint's headroom if it states one, else the profile's
-    headroom."""
+    headroom.
+    """
     if "headroom" in constraint.model_fields_set:
         return constraint.headroom
     if not profile.is_served:

@@ -36,7 +36,8 @@ UNCUT = "an encoder reads a prompt whole, so prompts cannot be cut into chunks"
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
     """Return the policies in `kinds` that can run the model. Policies that cut prompts are left out if the model has an
-    encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given."""
+    encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
+    """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
 
@@ -67,7 +68,8 @@ class Axis:
 @dataclass(frozen=True)
 class Models:
     """A placement's forecasts: `model` uses the profile's tables. `floor` uses the lower tables
-    (`xscheduler.lower_tables`), so its times are lower bounds."""
+    (`xscheduler.lower_tables`), so its times are lower bounds.
+    """
 
     model: Any
     floor: Any
@@ -75,7 +77,8 @@ class Models:
 
 class Left(NamedTuple):
     """The share of the latency bound that settings may use, by the value of one variable. 0 means that they are not
-    allowed."""
+    allowed.
+    """
 
     name: str
     values: Ints
@@ -90,7 +93,8 @@ class Space:
     """All settings of one policy on one placement: the points of a search.
 
     A variable is searched if latency rises or falls with its value. All values of the other variables are enumerated
-    (`branches`)."""
+    (`branches`).
+    """
 
     def __init__(
         self,
@@ -123,7 +127,8 @@ class Space:
             between: whether the space is one of upper bounds. A point with batch size b then represents all batch sizes
                 from b - 1 to b, including fractional sizes. The throughput at size b counts as the point's throughput,
                 and the smallest size must keep the constraint (`Evaluation.lesser`) and fit in memory on average.
-            left: None means that all settings may use the whole latency bound."""
+            left: None means that all settings may use the whole latency bound.
+        """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
         other.left = left
@@ -208,7 +213,8 @@ class Space:
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> Bools:
         """Return whether WAA's encode lane has memory for one batch in each stage and one in transfer. It must also
-        hold the longest prompt, which would otherwise wait forever."""
+        hold the longest prompt, which would otherwise wait forever.
+        """
         memory = self.limits.encode_memory
         if memory is None:
             return np.ones(len(encode_tokens), bool)
@@ -225,7 +231,8 @@ class Space:
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
         """Divide the points into lines along one variable, one line for each value of the other variable. Return the
-        other variable's axis (None if there is none), the axis along the lines, and each line's number of points."""
+        other variable's axis (None if there is none), the axis along the lines, and each line's number of points.
+        """
         inner, outer = self._line_and_other
         assert np.all(np.diff(inner.values) == 1), (
             f"{self.kind}: the values of {inner.variable.name}, its line, are not consecutive integers"
@@ -253,7 +260,8 @@ class Space:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shrink a box, given as indices on the searched axes, to the points that fit in memory.
 
-        None means that no point fits."""
+        None means that no point fits.
+        """
         if self._line_axes is None:
             return low, high
         i, j, counts = self._line_axes
@@ -348,7 +356,8 @@ class Space:
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
         """Predict fractional batch sizes: for each point, `count` evenly spaced sizes. They begin just above the next
-        smaller whole size and end at the point's own size. All are predicted in one call."""
+        smaller whole size and end at the point's own size. All are predicted in one call.
+        """
         names = self._growing()
         points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
         fine = names[-1]
@@ -387,7 +396,8 @@ class Evaluation:
     Args:
         left: share of the latency bound that each point may use. None means the whole bound.
         lesser: predicts, for the points with the given indices, the smallest batches that they represent. None means
-            that a point represents only itself."""
+            that a point represents only itself.
+    """
 
     def __init__(
         self,
@@ -462,7 +472,8 @@ class Evaluation:
     @cached_property
     def excess(self) -> Array:
         """Largest share by which a time, headroom included, exceeds its bound. It is at most 0 if all bounds are
-        kept."""
+        kept.
+        """
         return self.excess_at(np.arange(len(self.left)))
 
     def excess_at(
@@ -491,7 +502,8 @@ class Evaluation:
         """For points on load curves, compute in closed form the highest arrival rate at which each point keeps the
         bounds, waiting included (`xsimulator.queueing.highest_rates`). It is for all replicas together.
 
-        # [curves, loads]"""
+        # [curves, loads]
+        """
         space, constraint = self._space, self._constraint
         given, replicas = (space.forecast.stations, self.performance, space.lengths), space.placement.replicas
         curves = [

@@ -1,7 +1,8 @@
 """Run the load of a benchmark: a finite number of requests that start together, at a rate, or as clients allow.
 
 The figures include the start, when all clients send at once, and the end, when the batch runs empty. A steady closed
-loop (`run_simulation` with `clients`) has neither."""
+loop (`run_simulation` with `clients`) has neither.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Benchmark(NamedTuple):
     Attributes:
         name: the benchmark, for messages.
         requests: in the order in which they are sent. Without times, they are sent as soon as `clients` allows.
-        clients: largest number of outstanding requests. A further one is sent when one has ended. None: no limit."""
+        clients: largest number of outstanding requests. A further one is sent when one has ended. None: no limit.
+    """
 
     name: str
     requests: TraceLengths
@@ -40,13 +42,15 @@ class Benchmark(NamedTuple):
 
 def variation_of(shape: float) -> float:
     """Return the coefficient of variation of gamma-distributed gaps of this shape, vLLM's burstiness. An infinite shape
-    means equal gaps."""
+    means equal gaps.
+    """
     return max(LEAST_CV, shape**-0.5)
 
 
 def times_at(rate_per_s: float, variation: float, count: int, rng: np.random.Generator) -> Floats:
     """Return the times at which a benchmark sends its requests. Their mean rate is exact, as in vLLM's benchmark.
-    # [count]"""
+    # [count]
+    """
     drawn = ArrivalProcess.at(rate_per_s, variation).times(count, rng)
     return drawn * (count / rate_per_s / drawn[-1])
 
@@ -55,7 +59,8 @@ def simulate_benchmark(plan: PlanDraft, profile: Profile, benchmark: Benchmark, 
     """Run all requests of a benchmark on one replica of a plan, which gets its share of requests and clients.
 
     Raises:
-        InputError: a request can never fit into the plan's K/V memory."""
+        InputError: a request can never fit into the plan's K/V memory.
+    """
     requests = benchmark.requests
     lengths = Workload(name=benchmark.name, input=histogram_of(requests.input), output=histogram_of(requests.output))
     check_fits(plan, lengths)
@@ -83,7 +88,8 @@ def closed_loop(
     Args:
         lengths: input and output lengths. # [requests] each
         path_s: seconds of a request outside of the engine's loop.
-        cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]"""
+        cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]
+    """
     from xsimulator.counts.one_lane_arrivals import OneLaneRun  # late: importing numba takes half a second
 
     inputs, outputs = lengths

@@ -3,7 +3,8 @@
 A profile's tables are measured part by part. In a serving engine, the parts run concurrently and other work loads the
 machine. One factor for each table corrects this:
 
-    measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)"""
+    measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PRIOR = 0.001
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
 """A step is an outlier if its error differs from the median error by more than this number of standard deviations. They
-are estimated from the median deviation."""
+are estimated from the median deviation.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Steps:
     """The measured times of executed steps, and the predicted times of the steps' parts.
 
     Attributes:
-        parts: predicted seconds of each part. # [steps, PARTS]"""
+        parts: predicted seconds of each part. # [steps, PARTS]
+    """
 
     parts: Array
     seconds: Array
@@ -65,7 +68,8 @@ def calibrate(plan: PlanDraft, profile: Profile, log: Sequence[StepRecord]) -> t
     """Fit a profile to the steps of the first half of the requests. Compute its error on the steps of the second half.
 
     Raises:
-        InputError: `log` has too few steps, or a replica of `plan` has several devices."""
+        InputError: `log` has too few steps, or a replica of `plan` has several devices.
+    """
     steps = steps_of(plan, profile, log)
     middle = int(np.quantile(steps.first_request, 0.5))
     newest = max(arrival.id for record in log for arrival in record.arrivals)
@@ -93,7 +97,8 @@ def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array
 
     Args:
         around: the value near which factors stay if the steps hardly determine them.
-        prior_weight: weight of a factor's relative distance from `around`."""
+        prior_weight: weight of a factor's relative distance from `around`.
+    """
     from scipy.optimize import lsq_linear
 
     weighted = around * steps.parts / steps.seconds[:, None]

@@ -1,7 +1,8 @@
 """Find by simulation the highest arrival rate at which a plan keeps its bounds, waiting included.
 
 Every rate is simulated with the same lengths and with the same gaps, scaled to the rate (common random numbers). One
-replica is simulated with its share of the arrivals."""
+replica is simulated with its share of the arrivals.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LEAST_WARM_UP = 128
 LIFETIMES = 4
 """At saturation, requests are measured for at least this number of spans, after a warm-up of one span. A span is the
 latency bound or, if shorter, a request's time just below saturation, waiting included. If the bound is longer than this
-time, the rate equals saturated throughput to within `PRECISION`."""
+time, the rate equals saturated throughput to within `PRECISION`.
+"""
 EDGE = 0.05
 """Bounds are tightened and loosened by this share, to show the rate's sensitivity to them."""
 KNOWN_BEYOND = 1.02
@@ -46,7 +48,8 @@ class _Drawn(NamedTuple):
 
     Attributes:
         decoded: `outputs` or, with a draft, the lengths with which outputs are simulated
-            (`xsimulator.lengths.decoded`)."""
+            (`xsimulator.lengths.decoded`).
+    """
 
     inputs: Ints
     outputs: Ints
@@ -113,7 +116,8 @@ class Trial:
 
         Args:
             slack: return None once the quantile of a goal's times exceeds this multiple of its bounds. None means that
-                the run never ends early."""
+                the run never ends early.
+        """
         stream = self.stream(rate)
         keeps, run = self.run(stream, slack)
         if not keeps:
@@ -167,7 +171,8 @@ class Trial:
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
     """Return two values for the sorted times `ends`: the number of times after `ends[first]` up to `ends[last]`, and
-    the difference between these two. Many requests may end at the same time."""
+    the difference between these two. Many requests may end at the same time.
+    """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
 
@@ -192,7 +197,8 @@ class CapacitySearch:
         most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation.
 
     Attributes:
-        precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken."""
+        precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken.
+    """
 
     def __init__(
         self,
@@ -212,7 +218,8 @@ class CapacitySearch:
         self._is_given = most is not None
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
         """For rates that keep the bounds: the quantile of the time from arrival to the last token, and the share of
-        requests within the bounds."""
+        requests within the bounds.
+        """
 
     @property
     def rate(self) -> float:
@@ -273,7 +280,8 @@ class CapacitySearch:
 
     def _highest(self, slack: float, precision: float) -> float:
         """Return the highest simulated rate with an excess of at most `slack`. A rate at most `precision` higher has a
-        larger excess."""
+        larger excess.
+        """
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
@@ -319,7 +327,8 @@ def _wait_s(plan: PlanDraft, throughput: float) -> float:
     """Return the quantile of requests' waiting times, in s, at a rate `PRECISION` below saturation.
 
     In heavy traffic, P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), where X is the throughput and s the coefficient
-    of variation of output lengths."""
+    of variation of output lengths.
+    """
     lengths, shares = np.asarray(plan.workload.output.lengths, float), np.asarray(plan.workload.output.probabilities)
     variation = float(shares @ lengths**2 / (shares @ lengths) ** 2) - 1
     return -log(1 - plan.constraint.quantile) / PRECISION * (1 + variation) / 2 / throughput

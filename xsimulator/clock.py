@@ -1,6 +1,7 @@
 """Compute when simulated steps end. Each step goes through the stages of its lane in order, after the previous steps.
 
-finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]"""
+finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Clock:
     """Computes when the steps of one lane end. Pass it each step once, in the order of the steps.
 
     Attributes:
-        free_ns: for each stage, the time at which it has finished all scheduled steps."""
+        free_ns: for each stage, the time at which it has finished all scheduled steps.
+    """
 
     def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
         self.cost = cost
@@ -40,7 +42,8 @@ class Clock:
 
     def end_ns(self, issue_ns: int, counts: StepCounts, group: int = 0) -> int:
         """Return the time at which a step that is scheduled at `issue_ns` leaves the last stage or, in a lane of
-        groups, its group."""
+        groups, its group.
+        """
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
         if self._jittered is not None:
@@ -146,7 +149,8 @@ class JitteredTimes:
 
     A step is divided into parts that are about as long as the steps whose variation was measured. The time of each part
     is multiplied by a ratio that is drawn from the measured ratios, so the relative deviation of a step of n parts is
-    1/sqrt(n) of one part's."""
+    1/sqrt(n) of one part's.
+    """
 
     def __init__(self, jitter: Jitter) -> None:
         self._sums = _sums_of(jitter.ratios)

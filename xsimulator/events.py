@@ -1,6 +1,7 @@
 """Simulate an engine, by running the real engine's schedule on a simulated clock.
 
-Times are whole nanoseconds, so a log of the real engine replays without rounding."""
+Times are whole nanoseconds, so a log of the real engine replays without rounding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class SimulatedRequest(NamedTuple):
     """A request with the keys of K/V blocks that requests can share. The schedule must not see the output length.
 
     Attributes:
-        output_chain: keys of the blocks after the prompt. They stay cached when the request ends."""
+        output_chain: keys of the blocks after the prompt. They stay cached when the request ends.
+    """
 
     id: int
     input_length: int
@@ -248,7 +250,8 @@ def replay(
     schedule: Schedule, log: Sequence[StepRecord], on_begin: Callable[[StepRecord, Step], None] | None = None
 ) -> list[StepRecord]:
     """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's
-    steps."""
+    steps.
+    """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []
 

@@ -28,7 +28,8 @@ class Executed(NamedTuple):
     Attributes:
         seconds: time for which the step kept its lane busy. On a single lane, this time begins at the end of the
             previous step if one of the step's requests had arrived by then and less than `BETWEEN_NS` passed between
-            the steps."""
+            the steps.
+    """
 
     record: StepRecord
     counts: StepCounts
@@ -39,7 +40,8 @@ class Paces(NamedTuple):
     """The measured and predicted times of steps. # each [steps]
 
     Attributes:
-        lanes: name of the lane that executed each step, with the replica's number if there are several replicas."""
+        lanes: name of the lane that executed each step, with the replica's number if there are several replicas.
+    """
 
     measured_s: Array
     predicted_s: Array
@@ -98,7 +100,8 @@ def paces(
     """Return the measured and predicted times of the steps of a log.
 
     Return None if a lane has several stages, since steps then wait for each other (see `paces_of_workers`), or if no
-    step was executed."""
+    step was executed.
+    """
     lanes = lanes_of(plan, profile)
     if any(lane.num_stages > 1 for lane in lanes.values()):
         return None
@@ -123,7 +126,8 @@ def paces_of_workers(
     For a stage with several tensor-parallel workers, its first worker counts, since it waits for the others.
 
     Args:
-        busy_s: seconds for which each worker was busy. The keys are the workers' names in the server's metrics."""
+        busy_s: seconds for which each worker was busy. The keys are the workers' names in the server's metrics.
+    """
     begun = [record.replica for record in log if record.number == 0]
     if len(begun) > len(set(begun)):
         return None

@@ -2,7 +2,8 @@
 
 A step reads the weights and the K/V of decodes once, however many tokens it has, and computes in proportion to its
 tokens. So the time of the smallest step and of decode attention has one factor, and the time of further tokens and of
-prompts' attention has another one."""
+prompts' attention has another one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Fit(NamedTuple):
 
     Attributes:
         decode: factor on the time of the smallest step, and on attention of decodes.
-        prefill: factor on the time of a step's further tokens, and on attention of prompts."""
+        prefill: factor on the time of a step's further tokens, and on attention of prompts.
+    """
 
     decode: float = 1.0
     prefill: float = 1.0

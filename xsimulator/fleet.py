@@ -2,7 +2,8 @@
 
 Each request goes to the replica with the fewest outstanding requests relative to its rate, as with a gateway that
 balances by outstanding requests. A request takes the plan's TTFT and the plan's mean gap for each output token, as in a
-fleet that keeps its bounds."""
+fleet that keeps its bounds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Replica:
     """A replica that serves for a part of the day.
 
     Attributes:
-        from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished."""
+        from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished.
+    """
 
     kind: int
     from_s: float
@@ -69,7 +71,8 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
     """Return the replica of each request: the accepting replica with the fewest outstanding relative to its rate.
 
-    If no replica accepts requests, a request goes to the next replica that starts. # [requests]"""
+    If no replica accepts requests, a request goes to the next replica that starts. # [requests]
+    """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(
         requests.arrivals_s,

@@ -2,7 +2,8 @@
 
 An engine divides this memory into pages. A page has the K/V of some tokens in a group of layers, or their states. By
 default, layers that keep the same tokens are one group. In vLLM, all groups take pages of one size from one pool
-(`EngineSpec.shares_pages`), so models with several kinds of layers keep some padding."""
+(`EngineSpec.shares_pages`), so models with several kinds of layers keep some padding.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from xsimulator.stages import StageShape
 
 COMPRESSED_BLOCK, COMPRESSED_ALIGNMENT = 256, 576
 """Tokens in a page of compressed entries, and the bytes to whose multiples kernels pad such a page (vLLM's
-models/deepseek_v4 and kernels of FlashMLA)."""
+models/deepseek_v4 and kernels of FlashMLA).
+"""
 MOST_TOKENS = 2**40
 LATENT_BLOCK = 64
 """Tokens to whose multiples pages of latent attention are rounded beside states (FlashMLA)."""
@@ -29,7 +31,8 @@ class LayerGroup(NamedTuple):
     Attributes:
         window: number of latest tokens that are kept. None means all.
         is_state: whether a request has `copies` pages, whatever its length.
-        filled: share of a page that is not padding."""
+        filled: share of a page that is not padding.
+    """
 
     page_bytes: float
     tokens: int = 1
@@ -47,7 +50,8 @@ class LayerGroup(NamedTuple):
 
         Args:
             in_flight: number of tokens in running steps, which are kept beyond the window. The window may begin inside
-                a page."""
+                a page.
+        """
         if self.is_state:
             return self.copies
         if self.window is None:
@@ -93,7 +97,8 @@ class Kept(NamedTuple):
 
     def with_draft(self, token_bytes: float, ahead: int) -> Kept:
         """Add a draft's K/V. Where states share pages with attention, its layer joins the group of attention, and the
-        groups of states are padded to as many layers. A request keeps one more state for each token drafted `ahead`."""
+        groups of states are padded to as many layers. A request keeps one more state for each token drafted `ahead`.
+        """
         groups = [each._replace(copies=each.copies + ahead) for each in self.groups]
         first, last = groups[0], groups[-1]
         if not last.is_state or last.page_bytes != first.page_bytes:
@@ -103,12 +108,14 @@ class Kept(NamedTuple):
 
     def grows(self, context: float | None) -> float:
         """Return the bytes of each further token of requests with this context. A layer whose window is shorter than
-        the context does not count. None means that every layer keeps every token."""
+        the context does not count. None means that every layer keeps every token.
+        """
         return sum(group.rate for group in self.groups if not group.is_state and not _is_full(group, context))
 
     def constant(self, context: float | None) -> float:
         """Return the bytes of a request with this context, whatever its length: states, full windows, and half of the
-        last page where pages are larger than blocks."""
+        last page where pages are larger than blocks.
+        """
         total = 0.0
         for group in self.groups:
             if group.is_state:
@@ -167,7 +174,8 @@ def _unified(caches: Counter[Cache], block_size: int, alignment: int) -> list[La
 
     Pages have more tokens in layers with less K/V for each token. Beside states, they have as many as a state needs.
     The number of layers in a group is the smallest number of layers of one kind or, if others have less than half as
-    many more, the largest. Source: vLLM's v1/core/kv_cache_utils.py."""
+    many more, the largest. Source: vLLM's v1/core/kv_cache_utils.py.
+    """
     state = max((cache.entry_bytes for cache in caches if cache.is_state), default=0.0)
     widest = max(cache.entry_bytes for cache in caches if not cache.is_state)
     tokens = alignment * ceil(state / (alignment * widest)) if state else block_size
@@ -184,7 +192,8 @@ def _unified(caches: Counter[Cache], block_size: int, alignment: int) -> list[La
 
 def _packed(caches: Counter[Cache]) -> list[LayerGroup]:
     """Return the groups of a model with compressed attention, as vLLM makes them. A block has a page for each size of
-    compressed entries, for a number of layers. Windows and sums take such blocks, too, whatever they fill."""
+    compressed entries, for a number of layers. Windows and sums take such blocks, too, whatever they fill.
+    """
 
     def page_of(cache: Cache) -> int:
         entries = COMPRESSED_BLOCK / cache.tokens

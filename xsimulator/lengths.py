@@ -28,7 +28,8 @@ class Reused:
         most: share of all prompt tokens that requests would find in an unlimited cache.
         holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
             other running requests. If False, prompts are assumed to take no memory. The result is then valid only as a
-            bound, since it underestimates memory."""
+            bound, since it underestimates memory.
+    """
 
     whole: Array
     cached: Array
@@ -58,7 +59,8 @@ class Lengths:
     With reuse, I counts only the tokens that are not cached, and `mean_whole_input` counts all tokens.
 
     The encode step computes the first output token, so a request of output length s decodes D = s - 1 times. ExeGPT's
-    formulas have s, but all code here has D."""
+    formulas have s, but all code here has D.
+    """
 
     def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
         self.reused = reused
@@ -114,7 +116,8 @@ class Lengths:
         far, and the output tokens still to come (at least one).
 
         Every decode iteration is equally likely, so an output length's probability is proportional to its iterations.
-        # [requests] each"""
+        # [requests] each
+        """
         shares = self.output_probabilities * (self.outputs - 1)
         if not shares.any():
             return np.zeros(num_requests, int), np.ones(num_requests, int)
@@ -140,7 +143,8 @@ class Lengths:
     @property
     def _ages(self) -> Array:
         """Probability of each number of decode iterations that a running request has had: in proportion to P(D >= a),
-        since each a in 0 .. D is equally likely."""
+        since each a in 0 .. D is equally likely.
+        """
         met = np.concatenate([[1.0], self.survival])
         return met / met.sum()
 
@@ -165,7 +169,8 @@ def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations
     """Return the decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law (c is as in `phases`).
 
     The paper's B_E / E[1/c] is biased, since requests that decode for longer are more often among the decoding ones.
-    Source: ExeGPT sec. 6, corrected."""
+    Source: ExeGPT sec. 6, corrected.
+    """
     decodes = lengths.outputs - 1
     return encode_batch * math.fsum(lengths.output_probabilities * phases(decodes, decode_iterations))
 
@@ -175,7 +180,8 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
 
     An engine step counts as several steps of the schedule. Each of these gives a request one token on average. The
     first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
-    `Speculation.shares` until the output is complete. Without a draft, the lengths are unchanged."""
+    `Speculation.shares` until the output is complete. Without a draft, the lengths are unchanged.
+    """
     lengths = np.asarray(outputs)
     if speculation is None:
         return lengths
@@ -200,7 +206,8 @@ def reused_at(
     """Return the part of prompts that requests find in a cache of `tokens` tokens.
 
     Args:
-        kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`."""
+        kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`.
+    """
     kept = tokens if kept_tokens is None else kept_tokens
     return reused_of(curve.inputs, curve.cached(tokens), kept, curve.most, holds_prompts=holds_prompts)
 

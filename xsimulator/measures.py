@@ -1,7 +1,8 @@
 """Measure throughput and latencies from a log of steps. The same definitions hold for simulated and real engines.
 
 At saturation, latency counts from admission: the start of the step that begins to encode the request (`measure`). If
-requests arrive over time, latency counts from arrival (`request_times`)."""
+requests arrive over time, latency counts from arrival (`request_times`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Batch = tuple[str, int, int]
 
 VIRTUAL_SHARE = 0.8
 """The log must show for at least this share of admissions when a request with `quantile_output` tokens would have
-ended."""
+ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Measured:
             static batches, or in phases longer than most outputs), and a longer request might have kept later requests
             out. In the second, steps mix encode and decode, and a longer request would have kept its slot. In both
             cases, the result is the mean TTFT plus the mean gap before each further token.
-        itl_p99_s: 99th percentile of the gaps between tokens of a request."""
+        itl_p99_s: 99th percentile of the gaps between tokens of a request.
+    """
 
     num_requests: int
     window_s: float
@@ -80,7 +83,8 @@ def measure(
         may_end: whether the window may extend to the end of the log if the log is too short.
         encode_emits: whether the step that ends a prompt computes the first token. False if waa's encode lane has only
             an encoder.
-        has_encoder: whether the model is an encoder-decoder. A preempted request then generates its tokens again."""
+        has_encoder: whether the model is an encoder-decoder. A preempted request then generates its tokens again.
+    """
     steps = _Steps(log, encode_emits=encode_emits, has_encoder=has_encoder)
     first, last = steps.window(skip_requests, num_requests, may_end=may_end)
     closes_ns = steps.start[last] if last < len(log) else steps.end[-1]
@@ -158,7 +162,8 @@ class RequestTimes:
 
     Attributes:
         tpot_s: mean gap between tokens, or 0 for an output of one token.
-        num_lost: number of requests that arrived but never ended."""
+        num_lost: number of requests that arrived but never ended.
+    """
 
     ttft_s: Array
     tpot_s: Array
@@ -312,7 +317,8 @@ class _Steps:
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Return the seconds from each admission to the last token of a request with `output_length` tokens.
 
-        Admissions too near the log's end are left out. An entry is NaN if all requests ended before this last token."""
+        Admissions too near the log's end are left out. An entry is NaN if all requests ended before this last token.
+        """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
         found = []
@@ -360,7 +366,8 @@ def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Ar
 
     An engine does not know before a request's next token whether the request continues. So the gap after the n-th token
     of any request is predicted from requests with more than n tokens. If no request had so many, the mean of all gaps
-    is used."""
+    is used.
+    """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]
     count = np.bincount(ages[seen], minlength=output_length)[1:]

@@ -54,7 +54,8 @@ class StepBuffers:
     engines allocate K/V memory, they run a step of the largest size and sample for their largest number of requests. So
     they reserve memory for the hidden states of all tokens, plus the larger of two parts: a layer's tensors, or logits
     and sampling. Some versions also reserve the buffers between the experts' matrix products. vLLM also encodes the
-    largest images."""
+    largest images.
+    """
 
     def __init__(
         self, spec: ModelSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None = None, slots: int = 0
@@ -89,7 +90,8 @@ class StepBuffers:
 def _encoded(spec: ModelSpec, stage: StageShape) -> tuple[float, float, float]:
     """Return three numbers for the encoder of images: tensor elements inside it and of its outputs, for each token, and
     the tokens of the largest image. vLLM encodes as many images as a step has room for, and keeps the outputs while it
-    runs the largest step."""
+    runs the largest step.
+    """
     if (tower := spec.tower) is None or not stage.embeds or not spec.tower_params:
         return 0.0, 0.0, 0.0
     inside = tower.patches * 2 * (tower.hidden_size + tower.ffn_size / stage.tp)
@@ -98,7 +100,8 @@ def _encoded(spec: ModelSpec, stage: StageShape) -> tuple[float, float, float]:
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
     """Return two numbers of tensor elements for each token of a step on one device: in the widest layer, and between
-    the matrix products of its experts."""
+    the matrix products of its experts.
+    """
     products, layer, between = spec.sizes.products, 0.0, 0.0
     for kind in spec.kinds:
         wide = float(products * kind.ffn_size)
@@ -129,7 +132,8 @@ class LaneMemory:
         kept_blocks: number of blocks with prompts of running and earlier requests. Later requests may share them.
 
     Raises:
-        InfeasibleError: not even the weights fit on some stage."""
+        InfeasibleError: not even the weights fit on some stage.
+    """
 
     def __init__(
         self,
@@ -204,7 +208,8 @@ class LaneMemory:
         These blocks include the memory that each request needs whatever its length (see `request_blocks`).
 
         Args:
-            encodes: whether the step encodes prompts, whose tokens are kept beyond windows until the step has ended."""
+            encodes: whether the step encodes prompts, whose tokens are kept beyond windows until the step has ended.
+        """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
         if encodes:
             free = free - self._in_flight[self._distinct, None] * np.atleast_1d(np.asarray(step_tokens, float))
@@ -289,7 +294,8 @@ def _padding(
 
     Args:
         multiples: numbers to whose multiples the hidden size and the width of an expert are padded.
-        is_repacked: whether kernels repack weights and scales into new tensors, as Marlin does."""
+        is_repacked: whether kernels repack weights and scales into new tensors, as Marlin does.
+    """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:
         return np.zeros(len(lane))
@@ -321,7 +327,8 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 def _allocated(size: float) -> float:
     """Return the bytes that PyTorch's allocator uses for a tensor. It rounds a tensor of at least 10 MiB up to a
-    multiple of 2 MiB, unless this adds more than 1 MiB. It splits off a larger rest."""
+    multiple of 2 MiB, unless this adds more than 1 MiB. It splits off a larger rest.
+    """
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size
 
@@ -329,7 +336,8 @@ def _allocated(size: float) -> float:
 DEVIATES: dict[KvPromise, float] = {"reserve": 0.5, "quantile": 3.09}
 """By how many standard deviations of the blocks in use, beyond their mean, memory must exceed them. Under "reserve", a
 request that does not fit only waits, so blocks may be short 31% of the time, which costs about 1% of throughput. Under
-"quantile", a request is preempted, so 0.1% of the time."""
+"quantile", a request is preempted, so 0.1% of the time.
+"""
 
 
 @dataclass(frozen=True)
@@ -345,7 +353,8 @@ class RequestBlocks:
             is the law of upper bounds.
         beside: the law of the outputs' blocks, which must fit beside the blocks kept for cached prompts, or None.
         kept: number of blocks kept for cached prompts. Blocks that are reserved but not used yet may also contain
-            cached prompts."""
+            cached prompts.
+    """
 
     mean: float
     variance: float

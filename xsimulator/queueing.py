@@ -22,7 +22,8 @@ Beyond n, the model uses the variance of the diffusion approximation. Requests w
 1979, ch. 3; Whitt 1993 for z; Lee and Longton 1959 for n groups.
 
 The throughput with k requests is the throughput of a saturated batch of size k, so one curve of batch sizes serves for
-every largest batch size on the curve."""
+every largest batch size on the curve.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.
 LANE_LOADS = np.asarray([0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0])
 DRAINS = np.asarray([0.0, 0.15, 0.4, 0.8, 1.4, 2.0, 4.0, 10.0, 40.0])
 """Rates at which the wait for prompts ahead ends, if one step of many admits a batch. The unit of time is that between
-two such steps."""
+two such steps.
+"""
 
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
@@ -77,7 +79,8 @@ class LoadPoints(NamedTuple):
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
         gate: longest wait, in s, for the next step that may admit requests. # [n, 1]
-        inside, beyond: the time that remains for waiting, in two parts: the part up to `gate`, and the rest."""
+        inside, beyond: the time that remains for waiting, in two parts: the part up to `gate`, and the rest.
+    """
 
     saturation: Array
     work: Array
@@ -108,7 +111,8 @@ class LoadPoints(NamedTuple):
     def longer(self, drain: Array) -> Array:
         """Return the probability that a request waits too long for its admission.
 
-        The wait is a time uniform between 0 and `gate` plus an exponential time with rate `drain`."""
+        The wait is a time uniform between 0 and `gate` plus an exponential time with rate `drain`.
+        """
         beyond, inside, gate = self.beyond, self.inside, self.gate
         late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
         return np.where(self.is_late, 1.0, late)
@@ -121,7 +125,8 @@ class LoadCurves:
     """Curves of one policy's candidates. Along each curve the batch grows, and every point is a candidate.
 
     Args:
-        headroom: relative excess of step times over the predictions that must not break the bounds."""
+        headroom: relative excess of step times over the predictions that must not break the bounds.
+    """
 
     def __init__(
         self,
@@ -168,7 +173,8 @@ class LoadCurves:
         self._left: Array = left
         self._slow: Array = np.zeros(left.shape)
         """Share of requests whose mean gap between tokens breaks its bound. In short outputs, the mean gap varies
-        more."""
+        more.
+        """
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
@@ -194,7 +200,8 @@ class LoadCurves:
 
     def _set_states(self) -> None:
         """Choose the numbers k of requests to evaluate. For each, compute sum_{j<=k} log X(j), and the share of late
-        requests while k + 1 are in the system."""
+        requests while k + 1 are in the system.
+        """
         most = max(int(np.ceil(self._inside.max())), 2)
         few = np.arange(min(FEW_STATES, most))
         many = np.geomspace(FEW_STATES, max(most, FEW_STATES), NUM_STATES - FEW_STATES)
@@ -286,7 +293,8 @@ class _AtRate(NamedTuple):
 
     Attributes:
         inside, tail, total: weights of late requests that find a free slot, of those that find none, and of all.
-        drain: rate of the exponential wait for a slot."""
+        drain: rate of the exponential wait for a slot.
+    """
 
     inside: Array
     tail: Array
@@ -314,7 +322,8 @@ def highest_rates(
         curves: the same curves under each goal.
         at_least: points that are saturated at this rate are left out.
         wanted: the points to compute. None means all. # [curves, loads]
-        only_best: whether only the highest rate is exact. The others are then lower bounds."""
+        only_best: whether only the highest rate is exact. The others are then lower bounds.
+    """
     saturation = curves[0].saturation
     able = (saturation > at_least) & np.logical_and.reduce([one.keep_alone() for one in curves])
     places = np.nonzero(able if wanted is None else able & wanted)
@@ -337,7 +346,8 @@ def highest_rates(
 @lru_cache(maxsize=8)
 def _representatives(lengths: Lengths, *, is_fine: bool) -> tuple[Array, Array, Array]:
     """Return the numbers of decodes of representative requests, the lengths of their prompts relative to the mean
-    prompt, and their shares of all requests."""
+    prompt, and their shares of all requests.
+    """
     decodes, of_decodes = parts_of(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
     edges = TTFT_EDGES if is_fine else INPUT_EDGES
     inputs, of_inputs = parts_of(lengths.inputs, lengths.input_probabilities, edges)

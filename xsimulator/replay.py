@@ -38,7 +38,8 @@ def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> RequestTimes | N
     """Replay all requests of a load with times, and return theirs.
 
     Return None if a request can never fit into the plan's memory, if the load has no times, or if the plan's arrivals
-    cannot be counted and there are too many to simulate each step."""
+    cannot be counted and there are too many to simulate each step.
+    """
     requests, found = _requests(plan, load), list[tuple[Ints, RequestTimes]]()
     if requests.timestamp_s is None:
         return None
@@ -75,7 +76,8 @@ def simulate_log(
             then takes 0.6 ms for each request.
 
     Raises:
-        InputError: the log has no times, or one of its requests can never fit into the plan's K/V memory."""
+        InputError: the log has no times, or one of its requests can never fit into the plan's K/V memory.
+    """
     check_fits(plan, workload)
     trace, count = _requests(plan, load), min(num_requests, len(load.requests.input))
     if trace.timestamp_s is None:
@@ -113,7 +115,8 @@ def _by_steps(
 
 def _by_counts(plan: PlanDraft, profile: Profile, workload: Workload, parts: Parts, count: int) -> Simulated | None:
     """Replay by counts, with mean step times, or return None if the plan cannot be simulated by counts. The times of
-    requests equal those of `_by_steps`, but gaps between single tokens and idle shares are not known."""
+    requests equal those of `_by_steps`, but gaps between single tokens and idle shares are not known.
+    """
     found, logs, preempted, longest = [], [], 0, workload.output.lengths[-1]
     begin_ns, end_ns, unknown = np.inf, 0.0, float("nan")
     for own, part in parts:
@@ -152,7 +155,8 @@ def _counted(
     plan: PlanDraft, profile: Profile, part: TraceLengths, longest: int, count: int, *, is_logged: bool = False
 ) -> Run | None:
     """Run a replica's requests by counts, with mean step times, until the first `count` have ended. Return None if its
-    arrivals cannot be counted."""
+    arrivals cannot be counted.
+    """
     is_reuse_unknown = plan.estimate.reuse is not None and part.prefixes is None
     if plan.constraint.classes or plan.speculation is not None or is_reuse_unknown or part.timestamp_s is None:
         return None

@@ -9,7 +9,8 @@ tokens. The mean gaps after the same number of tokens are then used instead.
 
 If steps mix encode and decode, a longer request would have occupied the slot of a prompt that these steps encode, so
 the log does not show its times. Then far more requests are simulated, and the latencies of requests with drawn lengths
-are used (`drawn_law`)."""
+are used (`drawn_law`).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ NUM_GROUPS = 10
 NUM_DRAWS = 40
 LEAST_ERROR = 0.003
 """Least error that is stated. If lengths are nearly equal, a schedule keeps repeating what happened at its start, so
-the variation within a run understates the error."""
+the variation within a run understates the error.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class RequestLaw:
         seconds: latencies, with a column for each length, or a single column if each admission has one drawn length.
             # [admissions, lengths or 1]
         probabilities: probabilities of the lengths. # [lengths or 1]
-        batch: the step of each admission. Requests with the same step form a batch. # [admissions]"""
+        batch: the step of each admission. Requests with the same step form a batch. # [admissions]
+    """
 
     seconds: Array
     probabilities: Array
@@ -107,7 +110,8 @@ def request_law(
     seen: SeenSteps, lengths: Lengths, skip_requests: int, num_requests: int, *, encode_emits: bool = True
 ) -> RequestLaw:
     """Return the distribution of latencies at saturation, from `num_requests` admissions after the first
-    `skip_requests`."""
+    `skip_requests`.
+    """
     chosen = _chosen(seen.first_token, skip_requests, num_requests)
     decodes = lengths.outputs.astype(int) - encode_emits
     return RequestLaw(seen.latencies(chosen, decodes), lengths.output_probabilities, seen.admitted[chosen])
@@ -115,7 +119,8 @@ def request_law(
 
 def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
     """Run until `num_requests` requests after the first `skip_requests` have ended. Return the distribution of the
-    latencies that these requests had with their drawn lengths."""
+    latencies that these requests had with their drawn lengths.
+    """
     counted = slice(skip_requests, skip_requests + num_requests)
     run.run(KeptBounds((), counted.start, counted.stop))
     requests = run.state.requests[counted]
@@ -157,7 +162,8 @@ class SeenSteps:
         first_token: the number of the step that computes a request's first token, or -1. In an encoder's lane, it is
             the step that ends the prompt. # [requests]
         last_token: the number of the step that computes a request's last token, or -1. # [requests]
-        batch: the micro-batch in which a request decodes, or -1. # [requests]"""
+        batch: the micro-batch in which a request decodes, or -1. # [requests]
+    """
 
     start_s: Array
     end_s: Array
@@ -242,7 +248,8 @@ class SeenSteps:
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
         """Return the times of requests' first tokens. With `encode_emits`, this is the end of the step that encodes the
-        prompt, otherwise the end of the first decode step."""
+        prompt, otherwise the end of the first decode step.
+        """
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)

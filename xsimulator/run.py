@@ -42,7 +42,8 @@ def warm_up_requests(plan: PlanDraft) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
     An engine that starts empty has too few long requests at first. Many short requests end before it has the steady
-    number of long ones."""
+    number of long ones.
+    """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
     # If a policy refills only an empty batch, most requests may have ended with their first token.
     each_iteration = min(estimate.decode_batch / decodes, estimate.encode_batch) if decodes else 0.0
@@ -77,14 +78,16 @@ def requests_to_send(plan: PlanDraft, num_requests: int, *, saturated: bool) -> 
     """Return the number of requests to replay on one replica so that `num_requests` can be measured.
 
     A saturated run starts with a warm-up. The measured window closes at a step that encodes, so some requests must
-    follow the measured ones."""
+    follow the measured ones.
+    """
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
 
 def requests_to_end(plan: PlanDraft, num_requests: int) -> int:
     """Return the number of requests that must end before `num_requests` of a saturated run can be measured.
 
-    If requests are admitted together and are equally long, all running requests end together."""
+    If requests are admitted together and are equally long, all running requests end together.
+    """
     together = max(_most_running(plan), plan.estimate.encode_batch)
     return num_requests + plan.replicas * (warm_up_requests(plan) + ceil(2 * together) + 2)
 
@@ -149,7 +152,8 @@ def run_simulation(
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
 
     Raises:
-        InputError: the workload does not exist, or one of its requests can never fit into the plan's K/V memory."""
+        InputError: the workload does not exist, or one of its requests can never fit into the plan's K/V memory.
+    """
     lengths = plan.workload if workload is None else workload_of(workload, plan.model, growth)
     rng = np.random.default_rng(seed)
     if clients is not None:
@@ -191,7 +195,8 @@ def _closed_loop(
 ) -> Simulated:
     """Run a closed loop on one replica. Each client sends its next request once its previous request has ended.
 
-    The first request of each client is warm-up. As many further requests follow the measured ones."""
+    The first request of each client is warm-up. As many further requests follow the measured ones.
+    """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
     inputs, outputs = sample(workload, num_requests + 3 * own_clients + 1, rng)
@@ -257,7 +262,8 @@ def run_replica(
     rule: Rule | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Return the figures and steps of a simulated run of one replica's requests. Requests without times all arrive at
-    the start. The throughput is multiplied by the number of replicas."""
+    the start. The throughput is multiplied by the number of replicas.
+    """
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span, rule=rule)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
@@ -277,7 +283,8 @@ def request_latencies(
 
     If requests enter one by one, the first requests begin in the middle of their outputs, as in a running engine. If
     they began at the start of their outputs, they would end nearly together, and so would later requests for a long
-    time."""
+    time.
+    """
     check_fits(plan, workload)
     lengths = Lengths(workload)
     # Requests are counted when they are admitted, not when they end.
@@ -491,7 +498,8 @@ def read_log(
     measured requests, because a batch that is running empty is not in the steady state.
 
     Args:
-        skipped: number of warm-up requests. None means as many as a saturated run needs."""
+        skipped: number of warm-up requests. None means as many as a saturated run needs.
+    """
     if skipped is None:
         skipped = warm_up_of(plan, log) if saturated else 0
     return measure(

@@ -1,7 +1,8 @@
 """Find by simulation the highest rate of sessions at which a plan keeps its bounds.
 
 Every rate is simulated with the same sessions, whose starts are scaled to the rate. One replica is simulated with its
-share of the sessions: all turns of a session go to the replica of its first turn."""
+share of the sessions: all turns of a session go to the replica of its first turn.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ from xsimulator.sessions import TurnTimes, counted_turns, run_sessions, shared_t
 
 LARGEST_RUN = 60_000
 """Largest number of turns of a run, unless four samples have more. The first and the last quarter do not count, so that
-what counts is whole samples."""
+what counts is whole samples.
+"""
 LIFETIMES, STEADY = 4.0, 2.5
 """Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
-begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state."""
+begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
+"""
 PRECISION = 0.02
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
@@ -40,7 +43,8 @@ SEED = 0
 @lru_cache(maxsize=8)
 def _begun(law: SessionLaw, burstiness: float, copies: int, seed: int) -> tuple[TraceLengths, Floats]:
     """Return the sample's sessions again and again, and when they begin if one begins each second on average.
-    # [sessions]"""
+    # [sessions]
+    """
     sample = sample_of(law, seed)
     size = sample.turns.num_sessions
     starts_s = times_at(1.0, burstiness, size, np.random.default_rng(seed))
@@ -60,7 +64,8 @@ class SessionTrial:
         route: simulate all replicas with this router instead. The plan must be one that `counts_routes`.
         keeps_nothing: whether every prompt is computed anew.
         from_host: whether turns load all K/V of their sessions from host memory (see `loads_s`). Sessions must not
-            fork, and the plan must be one that can be counted."""
+            fork, and the plan must be one that can be counted.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,8 @@ class SessionTrial:
 
     def highest(self, guess: float, precision: float = PRECISION) -> float:
         """Return the highest simulated rate that keeps the bounds, or 0. At a rate higher by `precision`, it does
-        not."""
+        not.
+        """
         low, high, rate = 0.0, np.inf, guess
         while high > (1 + precision) * low:
             if self.keeps(rate):
@@ -154,7 +160,8 @@ def _turned(trace: TraceLengths, starts_s: Floats, span_s: float) -> TraceLength
 
     Args:
         starts_s: # [sessions]
-        span_s: seconds of the run."""
+        span_s: seconds of the run.
+    """
     turns, first = trace.turns, trace.turns.after == FIRST
     if not turns.is_plain:
         return trace._replace(timestamp_s=np.where(first, starts_s[turns.session], 0.0))
@@ -180,14 +187,16 @@ def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> flo
 
 def _pile_up(times: TurnTimes, span_s: float) -> float:
     """Return the share of sessions that begin but do not end. If sessions take longer and longer, by s seconds in each
-    second, 1 / (1 + s) of them end. Each session is compared with itself, a quarter of the run later."""
+    second, 1 / (1 + s) of them end. Each session is compared with itself, a quarter of the run later.
+    """
     second, third = np.split(times.of_sessions(times.whole_s), 4)[1:3]
     return float((third - second).mean()) / (span_s / 4)
 
 
 def loads_s(plan: PlanDraft, trace: TraceLengths) -> Floats:
     """Return the seconds in which each turn's K/V comes from host memory, each device over its own link. Loads do not
-    wait for each other, and slow no step; what is still in device memory is loaded, too. # [turns]"""
+    wait for each other, and slow no step; what is still in device memory is loaded, too. # [turns]
+    """
     sessions, link = trace.turns, plan.cluster.host
     assert link is not None
     tokens = np.where(sessions.after == FIRST, 0, np.maximum(sessions.common - shared_tokens(trace), 0))

@@ -15,7 +15,8 @@ from xsimulator.sessions import TurnTimes, counted_turns
 
 Route = Literal["session", "prefix", "load"]
 """session: the replica of the session's first turn. prefix: the one that has the prompt, unless it is much busier
-(`ReplicaRouter`). load: the one with the fewest requests."""
+(`ReplicaRouter`). load: the one with the fewest requests.
+"""
 KINDS: dict[Route, int] = {"session": BY_SESSION, "prefix": BY_PREFIX, "load": BY_LOAD}
 
 
@@ -33,7 +34,8 @@ def run_routed(
     lanes: Mapping[StageLane, LaneCost] | None = None,
 ) -> TurnTimes:
     """Run sessions whose first turns arrive at the trace's times on all replicas. The plan must be one that
-    `counts_routes`."""
+    `counts_routes`.
+    """
     slack = ReplicaRouter.of(plan).slack
     counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace, KINDS[route], slack)
     assert counted is not None

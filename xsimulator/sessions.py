@@ -28,7 +28,8 @@ class TurnTimes:
 
     Attributes:
         arrived_s, first_s, end_s: times at which a client sends a turn, and gets its first and its last token.
-        cached: number of prompt tokens that were found in the cache."""
+        cached: number of prompt tokens that were found in the cache.
+    """
 
     trace: TraceLengths
     arrived_s: Floats
@@ -92,7 +93,8 @@ def run_sessions(
     plan: PlanDraft, profile: Profile, trace: TraceLengths, *, lanes: Mapping[StageLane, LaneCost] | None = None
 ) -> TurnTimes:
     """Run sessions whose first turns arrive at the trace's times: by counts if possible, else on the simulated
-    engine."""
+    engine.
+    """
     counted = counted_turns(plan, lanes or lanes_of(plan, profile), trace)
     return (
         logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
@@ -114,7 +116,8 @@ def counted_turns(
     plan or the sessions cannot be counted.
 
     Args:
-        from_host: whether turns find all K/V of their sessions in host memory."""
+        from_host: whether turns find all K/V of their sessions in host memory.
+    """
     sessions = trace.turns
     assert trace.timestamp_s is not None
     if (

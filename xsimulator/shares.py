@@ -17,7 +17,8 @@ def routed(trace: TraceLengths, plan: PlanDraft) -> list[Ints]:
     """Return for each replica of a plan the places of a trace's requests that would be routed to it.
 
     As many requests run as in the plan: when a further request arrives, the oldest one ends. If the trace has no
-    prefixes, the replicas take turns."""
+    prefixes, the replicas take turns.
+    """
     places = np.arange(len(trace.input))
     if plan.replicas == 1 or trace.prefixes is None:
         return [places[replica :: plan.replicas] for replica in range(plan.replicas)]

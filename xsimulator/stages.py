@@ -18,7 +18,8 @@ class StageShape(NamedTuple):
     Attributes:
         ep: number of parts into which the experts of a layer are divided.
         decoder_layers, encoder_layers: numbers of layers. All layers of a decoder-only model are decoder layers.
-        far: whether the stage's input comes from another node."""
+        far: whether the stage's input comes from another node.
+    """
 
     tp: int
     decoder_layers: int
@@ -57,7 +58,8 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
     """Return the number of layers of each stage (at least one) that makes the slowest stage as fast as possible.
 
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
-    the same time to a stage."""
+    the same time to a stage.
+    """
     if len(layer_s) > num_layers:
         says = f"the model has {num_layers} layers, and each stage holds at least one"
         raise InputError("stages", len(layer_s), says)
@@ -76,7 +78,8 @@ def degrees(num_devices: int, tp_degree: int, tp_devices: int) -> tuple[int, ...
     """Return the tensor-parallel degree of each stage: `tp_devices` devices form groups of `tp_degree`, and each other
     device is a stage by itself.
 
-    Source: ExeGPT sec. 4.2, Figure 4 (d)."""
+    Source: ExeGPT sec. 4.2, Figure 4 (d).
+    """
     groups = tp_devices // tp_degree if tp_degree > 1 else 0
     return (tp_degree,) * groups + (1,) * (num_devices - groups * tp_degree)
 
@@ -97,7 +100,8 @@ def lane(
         ep: number of parts into which each group of several devices divides the experts. A lane with a single group may
             have more parts than devices, and then shares the experts with other replicas.
         heads: whether the lane computes tokens. The encode lane of an encoder-decoder does not.
-        first_device: index in the cluster of the lane's first device. It determines the hops between nodes."""
+        first_device: index in the cluster of the lane's first device. It determines the hops between nodes.
+    """
     encoder = encoder_layers or [0] * len(degrees)
     stages, device, node = [], first_device, -1
     per_node = cluster.devices_per_node if cluster is not None else None

@@ -21,7 +21,8 @@ class Timeline(NamedTuple):
 def chrome_trace(*timelines: Timeline) -> str:
     """Return a Chrome trace that shows steps as spans, and running requests as a counter.
 
-    Times are in microseconds. Source: ExeGPT Figure 4."""
+    Times are in microseconds. Source: ExeGPT Figure 4.
+    """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         events += [event | {"pid": pid} for event in _events(timeline)]

@@ -20,7 +20,8 @@ class Checked(NamedTuple):
 
     Attributes:
         width: width of the figure's range, divided by the middle, or None without a range.
-        is_inside: whether the figure is within its range."""
+        is_inside: whether the figure is within its range.
+    """
 
     measured: float
     error: float

@@ -7,7 +7,8 @@ There are two relaxations, and the lower result counts. Both use the plan's step
   per token allows. Only the longest outputs, as many as may break their bounds, may wait for any time.
 - **Prompts**: only prompts are executed, with the least time that a token takes in any step. A rule that knows all
   arrivals preempts them at no cost, and gives up the requests whose loss helps the others most (Moore and Hodgson). So
-  the largest possible number of requests has the first token in time."""
+  the largest possible number of requests has the first token in time.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def fluid(plan: Plan) -> float:
 
 def _most_running(plan: Plan) -> int:
     """Return how many requests' K/V fits at the same time, each with the mean prompt and its maximum output
-    reserved."""
+    reserved.
+    """
     workload = plan.workload
     tokens = _mean(workload.input.lengths, workload.input.probabilities) + workload.output.lengths[-1]
     return max(1, int(min(stage.kv_blocks for stage in plan.stages) * plan.block_size / tokens))
@@ -74,7 +76,8 @@ def _most_running(plan: Plan) -> int:
 
 def _longest(plan: Plan) -> float:
     """Return the tokens of the longest outputs, as many as may break their bounds, divided by the number of all
-    requests."""
+    requests.
+    """
     left, tokens = 1 - plan.constraint.quantile, 0.0
     outputs = plan.workload.output
     for length, share in zip(reversed(outputs.lengths), reversed(outputs.probabilities), strict=True):

@@ -35,7 +35,8 @@ class Run:
 
     Attributes:
         changes: (number of ended requests, decision) for each time that the plan was judged.
-        num_lost: number of requests without an answer, or with another output length than requested."""
+        num_lost: number of requests without an answer, or with another output length than requested.
+    """
 
     log: list[StepRecord]
     changes: list[tuple[int, Decision]] = field(default_factory=list)
@@ -61,7 +62,8 @@ class _SimulatedWatch:
     """Does on the simulated clock what `xrunner.server.observe.watch` does in a server.
 
     Args:
-        slowdown: ratio of the simulated machine's step times to the profile's."""
+        slowdown: ratio of the simulated machine's step times to the profile's.
+    """
 
     def __init__(self, plan: Plan, profile: Profile, slowdown: float) -> None:
         self.decided: list[tuple[int, Decision]] = []
@@ -147,7 +149,8 @@ def shifted(workload: Workload, *, mean: float = 1.0, sd: float = 1.0, skew: flo
     """Return ExeGPT's shifts of output lengths: another mean, another spread, or another skewness with the same mean
     and spread.
 
-    No length exceeds the workload's longest length. Source: ExeGPT sec. 7.6, Figure 11."""
+    No length exceeds the workload's longest length. Source: ExeGPT sec. 7.6, Figure 11.
+    """
     from scipy.stats import skewnorm
 
     lengths = np.asarray(workload.output.lengths, float)

@@ -37,7 +37,8 @@ def floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], dtype: RunDType
     A step takes the longer of two times, to read the weights or to compute the products, plus the time to read K/V.
 
     Args:
-        lengths: input and output length of each request."""
+        lengths: input and output length of each request.
+    """
     seconds = sum(roofline.prompt_flops(spec, n) for n, _ in lengths) / rates.flops_per_s
     of_row = 2 * (roofline.layer_params(spec) + roofline.head_params(spec))
     kept = spec.kv_bytes_per_token(Precision.of(dtype, "cpu").kv)

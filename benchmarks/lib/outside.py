@@ -1,7 +1,8 @@
 """Attack a stated ceiling from outside: edit plan.json by hand, and run it through `xgpt simulate`.
 
 Nothing of the planner decides which settings are tried. Only the simulated engine's K/V blocks and its preemptions
-decide what fits, so an assumption about memory that the search and its proof share does not protect them."""
+decide what fits, so an assumption about memory that the search and its proof share does not protect them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Attacked:
 
     Attributes:
         tried: number of settings that were simulated. 0 means that there was nothing to attack.
-        excess: share by which the best of them exceeds the stated ceiling, or 0 if none does."""
+        excess: share by which the best of them exceeds the stated ceiling, or 0 if none does.
+    """
 
     tried: int
     excess: float
@@ -117,7 +119,8 @@ def served(path: Path, plan: Plan, most: float, count: int, seed: int) -> float:
     """Return the requests a second that the plan serves within its bounds in simulation, 0 if it breaks one.
 
     If the objective is the arrival rate, the requests arrive just above the ceiling, and this rate counts as served if
-    the bounds are kept."""
+    the bounds are kept.
+    """
     bounds, rate = plan["constraint"], (1 + 2 * NOISE) * most
     by_arrivals = bounds["objective"] == "arrivals"
     path.write_text(json.dumps(plan))

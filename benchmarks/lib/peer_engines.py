@@ -20,7 +20,8 @@ SCRIPTS = Path(__file__).parent.parent / "peers"
 
 class Peer(NamedTuple):
     """A script of `peers`, with the packages that its environment needs (none: this environment is used) and must not
-    have."""
+    have.
+    """
 
     script: str
     packages: tuple[str, ...] = ()
@@ -57,7 +58,8 @@ BUDGETED = ("own.py", "openvino_cpu.py", "vllm_cpu.py", "llama_cpu.py")
 
 def environment(name: str) -> str:
     """Return the Python of an engine's environment. A missing environment is created with this torch version, without
-    CUDA."""
+    CUDA.
+    """
     script, packages, unwanted, _ = ENGINES[name]
     if not packages:
         return sys.executable
@@ -90,7 +92,8 @@ class Engine(NamedTuple):
         """Return the seconds of a run of these requests.
 
         Raises:
-            EngineEnded: it did not finish."""
+            EngineEnded: it did not finish.
+        """
         assert self.process.stdin is not None
         os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(f"{workload}\n")
@@ -103,7 +106,8 @@ class Engine(NamedTuple):
         """Return the rest of the next line that begins with `word`. Notes in other lines are recorded.
 
         Raises:
-            EngineEnded: there is no such line."""
+            EngineEnded: there is no such line.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(word):
@@ -120,7 +124,8 @@ def start(python: str, name: str, checkpoint: Path, budget: int) -> Engine:
     """Return an engine that has loaded the model.
 
     Raises:
-        EngineEnded: the engine ended before that."""
+        EngineEnded: the engine ended before that.
+    """
     script, precision = SCRIPTS / ENGINES[name].script, ENGINES[name].precision
     paths = {"PYTHONPATH": str(Path(__file__).parents[2]) if python == sys.executable else ""}
     fitting = preload(python) if script.name == "vllm_cpu.py" else {}

@@ -24,7 +24,8 @@ class Result(BaseModel):
     Attributes:
         claim: one sentence; {NAME} stands for a figure.
         figures: the figures of the claim, computed from the table's rows.
-        commit: the last commit that has the command; none if this one has it."""
+        commit: the last commit that has the command; none if this one has it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +61,8 @@ def record(name: str, claim: str, table: Iterable[str], command: str = "", **fig
     Args:
         table: its Markdown lines.
         command: makes all of its rows again. None means this one.
-        figures: what {NAME} in the claim stands for."""
+        figures: what {NAME} in the claim stands for.
+    """
     print("\n".join(store(name, claim, table, command, **figures).lines()), flush=True)
     write(name.rpartition("/")[0])
 
@@ -112,7 +114,8 @@ def filled(text: str, results: Mapping[str, Result]) -> str:
     """Return a page with its results.
 
     Raises:
-        KeyError: the page has a place for a result that is not stored."""
+        KeyError: the page has a place for a result that is not stored.
+    """
     before, *places = text.split("<!-- result: ")
     for place in places:
         name, _, rest = place.partition(" -->")

@@ -136,7 +136,8 @@ class Served:
 
     Attributes:
         lines: its lines on standard error.
-        pids: process ids of the workers that were started last, in the order of their numbers."""
+        pids: process ids of the workers that were started last, in the order of their numbers.
+    """
 
     process: subprocess.Popen[str]
     url: str = ""

@@ -6,7 +6,8 @@
 A part computes some rows of a paper's table. Without named parts, all run, or with --quick only those that neither
 search nor measure. --record stores each part's rows for docs/results/papers.md, its commit and processor time, and its
 tables for the pictures, as soon as the part has run; rows of other parts stay. --figures draws the pictures of
-docs/results/figures.md from what is stored."""
+docs/results/figures.md from what is stored.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Part(NamedTuple):
 
     Attributes:
         kind: "forms" (closed forms and short simulations), "search" (searches for schedules) or "measure"
-            (runs on this machine)."""
+            (runs on this machine).
+    """
 
     make: Callable[[], Iterable[Found]]
     kind: str

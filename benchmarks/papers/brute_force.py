@@ -5,7 +5,8 @@
 Each of twelve small spaces has one policy on one placement. All settings are evaluated on timelines of ExeGPT sec. 4 to
 6, from the step times in a profile and nothing else of the planner. The best settings then run on the simulated engine,
 as copies of plan.json, and the best of these runs that keeps the bound is the optimum. The product's plan runs in the
-same way. It must reach `LEAST` of the optimum."""
+same way. It must reach `LEAST` of the optimum.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def rra(times: Times, blocks: int, bound_s: float, micro: int) -> list[dict[str,
 
 def phase(encode: Array, steps: list[Array], micro: int, stages: int) -> tuple[Array, list[Array]]:
     """Return the seconds of a phase in the steady state, and the seconds from its start to the end of each of its
-    steps, by a recursion over steps, micro-batches and stages."""
+    steps, by a recursion over steps, micro-batches and stages.
+    """
     free = [np.zeros_like(encode) for _ in range(stages)]
     ready = [np.zeros_like(encode) for _ in range(micro)]
     starts, ends = [], [np.zeros_like(encode)] * (1 + len(steps))

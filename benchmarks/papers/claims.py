@@ -17,7 +17,8 @@ class Claim:
         why: what decides, as a noun, and, if the claim does not hold, the value at which it would, or that nothing
             explains it.
         of_paper: whether the paper states the goal. Otherwise it is ours.
-        taken_together: whether the row compares several of the paper's figures with each other."""
+        taken_together: whether the row compares several of the paper's figures with each other.
+    """
 
     source: str
     what: str
@@ -79,7 +80,8 @@ def joint(source: str, what: str, paper: str, found: str, holds: bool, why: str 
 
 def edge(holds: Callable[[float], bool], outside: float, inside: float, precision: float) -> float:
     """Bisect between a value at which something does not hold and one at which it does, and return one at which it does
-    and which is at most the share `precision` off the edge. Whole numbers stay whole."""
+    and which is at most the share `precision` off the edge. Whole numbers stay whole.
+    """
     whole = isinstance(outside, int) and isinstance(inside, int)
     while abs(outside - inside) > max(whole, precision * inside):
         middle = (outside + inside) // 2 if whole else (outside + inside) / 2

@@ -1,7 +1,8 @@
 """Run ExeGPT's schedules with lengths other than planned (sec. 7.6).
 
 FT is FasterTransformer, and "FT's 30% bound" is the 30% quantile of its latencies over batch sizes. Task T is ExeGPT's
-translation task."""
+translation task.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def _margins(
     plan: Plan, growth: float, mean: float, sd: float, bound_s: float | None, decodes: float
 ) -> tuple[float, float]:
     """Return by how many percent the bound must be tightened so that a plan keeps the original bound after a change of
-    lengths: for all requests, and for one length. The limit on requests is multiplied by `growth`."""
+    lengths: for all requests, and for one length. The limit on requests is multiplied by `growth`.
+    """
     assert isinstance(plan.policy, WaaSettings)
     latencies = []
     for factors, cap in (((1.0, 1.0), 1.0), ((mean, sd), growth)):
@@ -106,7 +108,8 @@ def _margins(
 def drift_of_rra() -> Iterator[Claim]:
     """Compare RRA's schedule, planned for task T at FT's 30% bound, with the best schedule for other output lengths.
 
-    In simulation, the rule still adjusts batches towards those of its plan (ExeGPT 5.2)."""
+    In simulation, the rule still adjusts batches towards those of its plan (ExeGPT 5.2).
+    """
     subject, _ = before_the_drift()
     bounds = dict(zip(BOUND_QUANTILES, faster_transformer(subject).bounds(), strict=True))
     for name, factors, most_throughput, most_latency in (
@@ -132,7 +135,8 @@ def drift_of_rra() -> Iterator[Claim]:
 
 def _off(factors: tuple[tuple[float, float], ...], bound_s: float | None) -> tuple[float, float]:
     """Return the largest percentages by which throughput and latency of the unchanged schedule are worse than the best
-    one's."""
+    one's.
+    """
     plan = best(problem(MODEL, CLUSTER, shifted(1.0, 1.0), bound_s), ["rra"])
     assert plan is not None, "RRA keeps FT's bounds on task T"
     off = []

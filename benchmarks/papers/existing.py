@@ -24,7 +24,8 @@ SYSTEMS_OF_7_2 = {
 
 def figure_7() -> Iterator[Found]:
     """Compare the systems under FT's bounds, with tensor parallelism over the four devices, by the seconds that their
-    steps take beyond FT's."""
+    steps take beyond FT's.
+    """
     cases, rows = list(_cases_of_7_2()), []
     for system, (policy, steps) in SYSTEMS_OF_7_2.items():
         ratios = [_best_rps(case, policy, 0.0) / case.ft for case in cases]
@@ -71,7 +72,8 @@ def _slower_s(case: CaseOf72, policy: str) -> float:
 
 def _best_rps(case: CaseOf72, policy: str, slower_s: float) -> float:
     """Return a system's requests a second if each step takes `slower_s` longer. DSI, like FT, must keep the bound for
-    its longest output."""
+    its longest output.
+    """
     subject = problem("opt-13b", "a40x4", workload_of(case.task, "opt-13b"), case.bound_s)
     loop = subject.profile.overhead
     slower = loop.model_copy(update={"seconds": tuple(seconds + slower_s for seconds in loop.seconds)})

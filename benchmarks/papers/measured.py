@@ -49,7 +49,8 @@ TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
     )
 }
 """Percentage of points that are not monotone in latency and in throughput at 5% tolerance, by task. Source: ExeGPT
-Table 5."""
+Table 5.
+"""
 
 
 def table_5() -> Iterator[Found]:
@@ -112,7 +113,8 @@ def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs", row_batches:
     """Return a plan of whole batches for a small model of TCB's shape and TCB's workload, on this machine.
 
     Args:
-        row_batches: with 2, a batch enters the slots that the previous one has freed."""
+        row_batches: with 2, a batch enters the slots that the previous one has freed.
+    """
     spec = scaled(load_model("tcb-seq2seq")[0], WIDTH)
     found = plan(
         model=spec,
@@ -169,7 +171,8 @@ def _throughput(url: str, batch: int, rng: np.random.Generator) -> float:
 
 def _work(order: str) -> str:
     """Return the work of slots with the next batch in freed ones over rows', at two costs of a decode step in computed
-    tokens (docs/results/tcb.md)."""
+    tokens (docs/results/tcb.md).
+    """
     [row] = [row for row in stored("tcb")["freed"].rows if row[:3] == ["as long as prompts", order, "all"]]
     much, little = row[-1].split(", ")
     return f"{little}x at 12.8 tokens, {much}x at 64"

@@ -2,7 +2,8 @@
 
 Each variable is swept on a logarithmic grid with all others fixed, on points that fit in memory. A step counts as
 broken where throughput, or latency, goes against its declared direction by more than the tolerance: a share of the best
-throughput reached, and of the bottom 70% of the policy's latencies, as in the paper."""
+throughput reached, and of the bottom 70% of the policy's latencies, as in the paper.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class WaaPoints(NamedTuple):
 
     Attributes:
         encode_batch: # int [n]
-        microbatches: number of micro-batches of the decode lane, the same in all settings."""
+        microbatches: number of micro-batches of the decode lane, the same in all settings.
+    """
 
     space: Space
     encode_batch: np.ndarray
@@ -117,7 +119,8 @@ def count_waa(spaces: Sequence[Space], counts: dict[str, Counts], *, busy: bool 
     More devices in tensor-parallel groups, and more micro-batches, lower latency and throughput (ExeGPT sec. 4.2).
 
     Args:
-        busy: whether to leave out steps that begin with fewer micro-batches than stages."""
+        busy: whether to leave out steps that begin with fewer micro-batches than stages.
+    """
 
     def add(name: str, less: WaaPoints, more: WaaPoints) -> None:
         if not len(less.encode_batch) or (busy and not less.is_busy):
@@ -154,7 +157,8 @@ class Monotone(NamedTuple):
     Attributes:
         rows: a table row for each task and variable.
         steps: number of steps in throughput and in latency. # [2]
-        broken: number of steps against the direction, by tolerance. # [2, tolerances]"""
+        broken: number of steps against the direction, by tolerance. # [2, tolerances]
+    """
 
     rows: list[dict[str, Any]]
     steps: np.ndarray
@@ -172,7 +176,8 @@ def count_all(
     """Count the steps of every task of some models.
 
     Args:
-        how: for each policy, the function that counts its steps."""
+        how: for each policy, the function that counts its steps.
+    """
     rows: list[dict[str, Any]] = []
     steps, broken = np.zeros(2, int), np.zeros((2, len(TOLERANCES)), int)
     for model, cluster, workloads in MODELS:

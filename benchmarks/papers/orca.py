@@ -1,5 +1,6 @@
 """Reproduce ORCA's Figures 9 to 11: GPT-3 on machines with eight A100 40 GB, and FasterTransformer (FT) as in the
-paper."""
+paper.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from xsimulator.stages import lane
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 STAGES = {"gpt3-101b": 1, MODEL: 2, "gpt3-341b": 4}
 """Number of each model's pipeline stages (inter-layer partitions). Each is on one machine with eight devices. Source:
-ORCA Table 1."""
+ORCA Table 1.
+"""
 NUM_REQUESTS, SUSTAINED = 400, 0.85
 """Number of requests in a simulated run, and the share of the arrival rate that the run must serve."""
 PAPER_TOKEN_MS = 95.0
 """A single request's time per token in the paper's engine: 190 ms are "a double of the normalized execution time"
-(6.2)."""
+(6.2).
+"""
 ORCA_BATCHES, FT_BATCHES = (1, 8, 32, 128), (1, 8)
 RATES = (0.1, 0.185, 0.3, 0.49, 1.0, 2.0, 4.0, 6.81, 8.0, 10.0, 12.0)
 """Arrival rates in requests a second. The paper names 0.185, 0.49 and 6.81."""
@@ -63,7 +66,8 @@ class FasterTransformer:
     """FasterTransformer as ORCA sec. 6.2 describes it: batches of at most eight, one at a time on all stages.
 
     A batch encodes as many tokens of each prompt as its shortest prompt has. The other tokens of longer prompts take
-    one iteration each. All requests are answered at the end of the batch."""
+    one iteration each. All requests are answered at the end of the batch.
+    """
 
     def __init__(self, subject: Problem) -> None:
         self._cost = lane_cost(subject)
@@ -167,7 +171,8 @@ def max_rate(ends: Ends, workload: Workload, bound_s: float, high: float = 20.0)
 
 class AtTwice(NamedTuple):
     """A single request's seconds per token, and the highest rates (requests a second) of orca(128) and of FT within
-    twice this time."""
+    twice this time.
+    """
 
     token_s: float
     orca: float
@@ -185,7 +190,8 @@ class AtTwice(NamedTuple):
 @cache
 def at_twice_one_request(model: str = MODEL) -> AtTwice:
     """Return the rates at "a double of the normalized execution time (by the number of generated tokens)"
-    (ORCA 6.2)."""
+    (ORCA 6.2).
+    """
     workload = workload_of("orca", model)
     one = seconds_a_token(lane_cost(problem_of(model, workload)))
     orca = max_rate(system("orca", workload, 128, model), workload, 2 * one)
@@ -203,7 +209,8 @@ def figure_10a() -> Iterator[Found]:
 
 def figure_10b() -> Iterator[Found]:
     """Compare 175B, and the rates that the text states: 0.185 and 6.81 req/s at twice a single request's time per
-    token."""
+    token.
+    """
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
     what = "175B, at twice a lone request's time"
@@ -215,7 +222,8 @@ def figure_10b() -> Iterator[Found]:
 
 def taken_together() -> Iterator[Claim]:
     """Look for one time of an iteration at which both stated rates of 175B hold, and compare the paper's with the time
-    to read the weights."""
+    to read the weights.
+    """
     at, subject = at_twice_one_request(), problem_of(MODEL, workload_of("orca", MODEL))
     times = {name: each for name, (*_, each) in at.stated().items()}
     both = common(list(times.values()))

@@ -22,7 +22,8 @@ class EngineTimes(NamedTuple):
         batched: the attention of all requests as one batch, as in FT.
         fused: the thread blocks of all requests in one kernel, as in ORCA (sec. 5). This takes as long as the batch or
             a single request, whichever is longer.
-        apart: a separate kernel for each request."""
+        apart: a separate kernel for each request.
+    """
 
     batched: float
     fused: float

@@ -1,6 +1,7 @@
 """Check the figure and the three statements of FriendliAI's article on PeriFlow (ORCA in production).
 
-Source: "PeriFlow: How to Serve Large-scale Transformer Models", 2022-07-18."""
+Source: "PeriFlow: How to Serve Large-scale Transformer Models", 2022-07-18.
+"""
 
 from __future__ import annotations
 

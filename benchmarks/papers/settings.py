@@ -71,7 +71,8 @@ class Baseline:
     Attributes:
         latency: latency of a request of the 99th percentile's length, which gives the bounds. # [batches]
         longest: latency of a batch with a request of maximum length, which must keep the bounds. # [batches]
-        throughput: # [batches]"""
+        throughput: # [batches]
+    """
 
     latency: np.ndarray
     longest: np.ndarray
@@ -84,7 +85,8 @@ class Baseline:
         """Return the highest throughput under a bound, in requests a second, or 0 if no batch keeps it.
 
         Args:
-            at_quantile: whether the bound holds only at the 99th percentile's length, as for all other systems."""
+            at_quantile: whether the bound holds only at the 99th percentile's length, as for all other systems.
+        """
         kept = (self.latency if at_quantile else self.longest) <= (np.inf if bound_s is None else bound_s)
         return float(self.throughput[kept].max(initial=0.0))
 
@@ -94,7 +96,8 @@ def faster_transformer(subject: Problem) -> Baseline:
     request.
 
     "For FT and DSI, which do not apply early termination of completed queries, we applied the latency bound to
-    generating an output sequence of maximum length." Source: ExeGPT sec. 7.1."""
+    generating an output sequence of maximum length." Source: ExeGPT sec. 7.1.
+    """
     cluster, found = subject.cluster, []
     for quantile in (0.99, 1 - 1e-9):
         scheduler = Scheduler(replace(subject, constraint=Constraint(quantile=quantile)))

@@ -29,13 +29,15 @@ NUM_SIMULATED = 800
 """Number of simulated requests."""
 CORRELATION, RUNS = 0.75, (32, 256)
 """Correlation of input and output lengths in translation (ExeGPT 7.1: 0.57 to 0.94), and numbers of consecutive
-requests with alike inputs."""
+requests with alike inputs.
+"""
 ORDERS_OF_RUNS: tuple[AdmissionOrder, AdmissionOrder] = ("fcfs", "shuffled")
 
 
 def opt_on_four_a40() -> tuple[OneLaneModel, TwoLaneModel, TwoLaneModel]:
     """Return the models of three placements of OPT-13B: tensor parallelism over all four devices; an encode group of
-    two devices with two decode stages of one device each; and these lanes exchanged."""
+    two devices with two decode stages of one device each; and these lanes exchanged.
+    """
     subject = problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b"))
     lengths = Lengths(subject.workload)
     one = OneLaneModel(LaneCost(subject.model, subject.profile, whole(subject.model, 4)), lengths)
@@ -137,7 +139,8 @@ def taken_together() -> Iterator[Claim]:
 
 def ranges_of_table_7() -> Iterator[Claim]:
     """Yield, from the simulated engine, half the width of the range that contains 99% of a stage's execution times, as
-    a share of their mean."""
+    a share of their mean.
+    """
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
     rra = scheduler.candidates.uniform_placement("rra", 4, 1, 1)
     waa = waa_placement(scheduler, [[2], [1, 1]], 2)
@@ -205,7 +208,8 @@ def _range_of(values: Sequence[int]) -> float:
 
 def _independent(lengths: Lengths, encode_batch: int, iterations: int) -> list[float]:
     """Return the range of 99% of the number of requests that decode, in percent of its mean, by distance from an
-    encoding, if each request ends independently of the others."""
+    encoding, if each request ends independently of the others.
+    """
     left = [lengths.survival[at::iterations] for at in range(iterations)]
     return [258 * float(np.sqrt(encode_batch * p @ (1 - p)) / (encode_batch * p.sum())) for p in left]
 
@@ -345,7 +349,8 @@ def _decode_stage_s(model: TwoLaneModel, batch: int) -> float:
 class EvenStages:
     """The clock of one encode stage and three decode stages, each of which takes a second for a whole batch.
 
-    Fewer requests take proportionally less."""
+    Fewer requests take proportionally less.
+    """
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

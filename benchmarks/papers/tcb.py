@@ -1,5 +1,6 @@
 """Compute TCB's figures (ICPP 2022) on a simulated V100 with the paper's model and load, and compare DAS with the
-optimum."""
+optimum.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def taken_together() -> Iterator[Claim]:
 
 def crossover() -> Iterator[Found]:
     """Compute how many requests TCB serves relative to TNB and TTB, under two assumptions that the paper does not
-    state: the time of a step, and the largest batch."""
+    state: the time of a step, and the largest batch.
+    """
     rows = []
     for step_ms in STEPS_MS:
         ratios = [over("TTB", step_ms=step_ms, cap=cap) for cap in CAPS]

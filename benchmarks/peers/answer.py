@@ -22,7 +22,8 @@ def answer(load: Callable[[str, str, int], Callable[[list[Request]], int]], pack
     Args:
         load: takes a checkpoint's directory, a precision ("float32", "bfloat16", "int8") and the largest number of
             tokens in a step. Returns a function that runs requests and returns the number of output tokens.
-        package: the package whose version is reported."""
+        package: the package whose version is reported.
+    """
     checkpoint, precision, budget = sys.argv[1:]
     print("NOTE", package, version(package), flush=True)
     run = load(checkpoint, precision, int(budget))

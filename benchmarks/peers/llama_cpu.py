@@ -1,6 +1,7 @@
 """Run llama.cpp's server (in xllamacpp) with a slot for each request. Weights are written as GGUF once for each type,
 beside the checkpoint: matrices in F32, BF16, Q8_0 or Q4_0, the rest in F32. K/V is in float32 with F32, else in
-float16, the default."""
+float16, the default.
+"""
 
 import json
 import os

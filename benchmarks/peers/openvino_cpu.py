@@ -1,7 +1,8 @@
 """Run OpenVINO GenAI's continuous batching. The model is converted once for each weight format, beside the checkpoint.
 
 In float32 and in bfloat16, everything has this type, K/V included. In int8, weights have eight bits, activations are
-quantised dynamically, and K/V has OpenVINO's default."""
+quantised dynamically, and K/V has OpenVINO's default.
+"""
 
 import subprocess
 import sys

@@ -6,7 +6,8 @@ As in TCB's problem (9) to (13), time is divided into slots, each with one batch
 scheduled in the slots from its arrival to its deadline. The optimum knows all requests in advance. Small cases are
 solved by trying all schedules, larger ones as the paper's integer program (scipy's HiGHS). If the solver ends early,
 its upper bound replaces the optimum, so that no ratio is too high. Theorem 5.1: the share is at least eta q /
-(eta q + 1), q = 1 - eta."""
+(eta q + 1), q = 1 - eta.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Instance(NamedTuple):
 
 class Case(NamedTuple):
     """Instances of about one size: largest number of requests, slots, rows, tokens of a row, and the longest request as
-    a share of a row."""
+    a share of a row.
+    """
 
     name: str
     most: int
@@ -112,7 +114,8 @@ def optimum_by_trying(instance: Instance) -> float:
 def optimum(instance: Instance) -> tuple[float, bool]:
     """Return the best schedule's utility and True, or an upper bound and False if the solver ended early.
 
-    Source: TCB (9) to (13), with a variable for each request and each slot and row in which it may be scheduled."""
+    Source: TCB (9) to (13), with a variable for each request and each slot and row in which it may be scheduled.
+    """
     places = [
         (i, slot * instance.num_rows + row)
         for i, one in enumerate(instance.requests)

@@ -3,7 +3,8 @@
 The paper's workload has normally distributed prompts of 3 to 100 tokens (mean 20) and Poisson arrivals. Batches have 64
 rows of 400 tokens. The model has three encoder and three decoder layers. The paper does not state the following. Here
 answers have the prompts' distribution of lengths, independently of the prompts. Deadlines are one to three times a full
-concatenated batch's time after the arrival. Rates are multiples of TNB's throughput at saturation."""
+concatenated batch's time after the arrival. Rates are multiples of TNB's throughput at saturation.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def slots(machine: Machine, *, end_anywhere: bool = False) -> list[Json]:
 
     Args:
         end_anywhere: whether answers end after every token with the same probability, with the mean and the maximum of
-            prompts. Otherwise they have the distribution of prompts."""
+            prompts. Otherwise they have the distribution of prompts.
+    """
     table: list[Json] = []
     for num_rows in (10, 32):
         rows, demand = full_rows(num_rows, ROW_TOKENS, 20)
@@ -163,7 +165,8 @@ def _seconds(machine: Machine, batch: RowBatch, demand: Demand, *, free_slots: b
 
 class Case(NamedTuple):
     """A setting. `varied` names the variable that the table varies. The load is a multiple of TNB's throughput at
-    saturation."""
+    saturation.
+    """
 
     varied: str
     load: float = 3.0
@@ -198,7 +201,8 @@ def orders(bench: Bench, seconds: float) -> list[Json]:
 
 def overhead() -> list[Json]:
     """Measure DAS's computing time on this machine, at about the paper's rates and with a hundred thousand waiting
-    requests."""
+    requests.
+    """
     table: list[Json] = []
     for dtype in ("float32", "float16"):
         bench = Bench(v100(dtype), 20)

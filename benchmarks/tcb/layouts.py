@@ -22,7 +22,8 @@ def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest:
 
     best[i] = min over j of best[j] + cost(i - j, length of request i), for the i shortest.
 
-    Source: TurboTransformers (arXiv 2010.05680) Algorithm 2; TCB's TTB, Figure 1(b)."""
+    Source: TurboTransformers (arXiv 2010.05680) Algorithm 2; TCB's TTB, Figure 1(b).
+    """
     ordered = sorted(requests, key=lambda one: one.input_length)
     best = np.zeros(len(ordered) + 1)
     first = np.zeros(len(ordered) + 1, dtype=np.int64)
@@ -47,7 +48,8 @@ def slotted_rows(
     Source: TCB sec. 4.2, and Algorithm 2, where `slot_tokens` is the longest request chosen by utility.
 
     Returns:
-        The batch, and the requests that fit in no slot."""
+        The batch, and the requests that fit in no slot.
+    """
     slots_per_row = row_tokens // slot_tokens
     slots: list[list[Request]] = []
     left_over: list[Request] = []
@@ -75,7 +77,8 @@ def run_rows(
 
     Args:
         output_lengths: number of tokens to generate for each request, at least one.
-        free_slots: whether to free a slot and its memory when its requests have ended (TCB sec. 4.2.2)."""
+        free_slots: whether to free a slot and its memory when its requests have ended (TCB sec. 4.2.2).
+    """
     layout = Layout(batch, prompts)
     lengths = np.array([output_lengths[id_] for id_ in layout.ids])
     ends = np.zeros(batch.num_slots, dtype=np.int64)

@@ -2,7 +2,8 @@
 
 A slot's computation counts in full, including padding and other requests' tokens. Attention of m queries over n keys in
 each slot takes as long as reading the keys once, or as m/n of the products of whole prompts of n tokens, whichever is
-longer. Reading masks and writing scores does not count, since fused kernels avoid it."""
+longer. Reading masks and writing scores does not count, since fused kernels avoid it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class RowCost:
     """Computes the seconds of an encoder-decoder's batches on one device.
 
     Raises:
-        InputError: the model has no encoder, or the profile has no table for the encoder."""
+        InputError: the model has no encoder, or the profile has no table for the encoder.
+    """
 
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
         if not spec.is_encoder_decoder or not profile.encoder_layers:
@@ -45,7 +47,8 @@ class RowCost:
 
     def rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> float:
         """Return the seconds to the last token of the longest answer or, with `free_slots`, of each slot's longest
-        answer."""
+        answer.
+        """
         ends = np.zeros(batch.num_slots, dtype=np.int64)
         slot = np.array([place.slot for place in batch.places])
         np.maximum.at(ends, slot, [output_lengths[place.id] for place in batch.places])
@@ -66,7 +69,8 @@ class RowCost:
 
         Args:
             prompt_lengths: lengths of the prompts that the step encodes. Each request also gets its first token.
-            own, read: for each request that decodes, the tokens of its answer, with the new one, and of its prompt."""
+            own, read: for each request that decodes, the tokens of its answer, with the new one, and of its prompt.
+        """
         lengths = np.asarray(prompt_lengths, float)
         own_keys = np.concatenate([np.ones(len(lengths)), np.asarray(own_tokens, float)])
         read_keys = np.concatenate([lengths, np.asarray(read, float)])

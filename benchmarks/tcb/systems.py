@@ -1,7 +1,8 @@
 """Simulate TCB's systems and its baselines, each of which forms batches of waiting requests.
 
 One loop serves all systems: add arrivals, drop requests that are too late, form batches, and run them. The machine has
-the clock, and its cost model determines the time of each batch."""
+the clock, and its cost model determines the time of each batch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Demand:
 def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, float], seed: int = 0) -> Demand:
     """Return the paper's workload: normal lengths and Poisson arrivals. The paper does not state deadlines and answers.
     Here deadlines are uniform in `slack_s` after the arrival, and answers have the prompts' distribution of lengths,
-    independently of the prompts."""
+    independently of the prompts.
+    """
     rng = np.random.default_rng(seed)
     num = max(1, round(rate * seconds))
     lengths = histogram(TruncatedNormal(mean=MEAN, sd=variance**0.5, min=SHORTEST, max=LONGEST))
@@ -68,7 +70,8 @@ class Machine:
 
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
         """Run one batch without padding to the end of its longest answer. A request that has ended computes nothing
-        more."""
+        more.
+        """
         prompts = np.array([one.input_length for one in requests])
         ends = np.array([output_lengths[one.id] for one in requests])
         seconds = self._cost.flattened(prompts, [], [])
@@ -79,7 +82,8 @@ class Machine:
 
     def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
         """Run the serving engine, iteration by iteration, until the last request has arrived. Return its log from time
-        0."""
+        0.
+        """
         running = schedule.pool.running
 
         def end_ns(start_ns: int, step: Step) -> int:
@@ -107,7 +111,8 @@ class Machine:
 
 class PaddedCost:
     """Computes the seconds of a padded batch by interpolation between batches that a machine has run, for TTB's
-    division."""
+    division.
+    """
 
     def __init__(self, machine: Machine, steps: int, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         self._numbers, self._lengths = np.asarray(numbers, float), np.asarray(lengths, float)
@@ -159,7 +164,8 @@ def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
 
 def form_ttb(cost: BatchCost, largest: int | None = None) -> Callable[[System, Queue], Iterable[Job]]:
     """Form the cheapest batches from as many requests as TCB takes, sorted by length. `largest`: largest batch, or
-    None."""
+    None.
+    """
 
     def form(system: System, queue: Queue) -> Iterable[Job]:
         chosen = [one for row in system.rows(queue) for one in row]
@@ -176,7 +182,8 @@ def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
 
 def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
     """Form batches by TCB's Algorithm 2: slots are as long as the longest request chosen by utility. Requests that fit
-    in no slot wait again."""
+    in no slot wait again.
+    """
     order = queue.order_of("")
     assert isinstance(order, DasOrder)
     rows, longest = [], 0
@@ -206,7 +213,8 @@ class Outcome:
         answered: number of requests whose batch had also ended by their deadline.
         utility: utility of the scheduled requests (TCB sec. 5.1).
         scheduling_s: computing time of forming batches.
-        running_s: time in batches."""
+        running_s: time in batches.
+    """
 
     seconds: float = 0.0
     started: int = 0

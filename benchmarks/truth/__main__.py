@@ -10,7 +10,8 @@ output_tokens, output_tokens_per_s, and ep for models with experts). None of the
 that an engine logged are in the code. Rows of this machine are those that `python -m benchmarks.prediction` wrote to
 results.
 
-Figures of engines (configs/engines) were fitted only to the rows that are marked so."""
+Figures of engines (configs/engines) were fitted only to the rows that are marked so.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Figures may be fitted to every second row of a model, format and engine of the first file, and to every second source,
 in alphabetical order, of the second one (`_b`). The other rows verify. Lengths of which only the mean is published are
 drawn: `sharegpt` lognormal with that data set's deviation, `uniform` from 1 to twice the mean, as in SGLang's
-benchmark, `ix` within 11% of the mean. Their means are then made exact."""
+benchmark, `ix` within 11% of the mean. Their means are then made exact.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ SPREADS = {"uniform": 1.0, "ix": 1 / 9}
 
 WARMED = ("sgl-cookbook", "SGLang PR", "tt-inference-server", "vLLM")
 """Documents whose tools (vLLM's and SGLang's benchmarks) send the first prompt once before they measure. The
-engines cache prefixes by default."""
+engines cache prefixes by default.
+"""
 OTHER_KERNELS = {"sgl-cookbook GLM-4.7-Flash": "its command has --attention-backend triton, which has no step times"}
 WITH_STATES = (("schedules_ahead", False),)
 """SGLang 0.5.4 to 0.5.10 turns its overlap schedule off for recurrent layers unless --disable-radix-cache or
---mamba-scheduler-strategy extra_buffer is given (server_args.py)."""
+--mamba-scheduler-strategy extra_buffer is given (server_args.py).
+"""
 COLUMNS = {"throughput": "rps", "TPOT": "tpot", "TTFT": "ttft"}
 
 

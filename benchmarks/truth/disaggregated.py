@@ -3,7 +3,8 @@
 Each group of devices runs the single-lane rule. Prompts arrive at the encoding groups as often as requests end, and
 decoding groups get prompts whose K/V is computed. If the number of groups is not published (gpt-oss, InferenceX), one
 decoding group is assumed, and only the time between tokens is predicted. Then the measured TTFT is the time that a
-client spends outside of this group. The transfer of K/V is left out, since the rows do not state how K/V is sent."""
+client spends outside of this group. The transfer of K/V is left out, since the rows do not state how K/V is sent.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Rows of InferenceX are predicted with the settings of its scripts (`inferencex`). The sources do not state the routing
 to experts, so the assumption of the tables' makers is used. Some rows are counted but not predicted: those that may use
 speculative decoding, those with data-parallel attention, those on several machines, and those whose degrees of experts
-do not match their number of devices."""
+do not match their number of devices.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +53,15 @@ TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "99
 """First days of the scripts for DeepSeek with multi-token prediction."""
 DEVICES = 8
 """Number of devices of a machine. If a row with whole experts on each device has more, the same devices are counted
-twice, for slices and for parts of the experts."""
+twice, for slices and for parts of the experts.
+"""
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
 
 def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
-    mxfp4."""
+    mxfp4.
+    """
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
         name, _ = MODELS[raw["model_path"]]
@@ -101,7 +104,8 @@ def stored_in(raw: dict[str, str]) -> Stored | None:
 
 def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
     """Return a row's tensor-parallel degree, and the numbers of slices and of parts into which its devices divide the
-    experts."""
+    experts.
+    """
     tp, slices, ep = (count_of(raw[f"{lane}{column}"]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
     if tp > DEVICES and slices == ep and tp == slices * ep:
         return slices, 1, ep
@@ -112,7 +116,8 @@ def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
     """Return whether InferenceX ran this configuration with multi-token prediction on that day, even if it also ran
     without.
 
-    Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name."""
+    Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name.
+    """
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day = found[1] if found else LAST_DAY
     if MODELS[raw["model_path"]][0] == "deepseek-v3":

@@ -37,10 +37,12 @@ from xsimulator.stages import whole
 
 Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8", "nvfp4", "nvfp4_ffn", "nvfp4_experts"]
 """Formats of all weights. fp8_unscaled: without stored scales of activations. nvfp4_ffn: all but attention's.
-nvfp4_experts: only routed experts."""
+nvfp4_experts: only routed experts.
+"""
 OF_STATES = 0.9 / 1.9
 """Share of SGLang's memory for states of recurrent layers (--mamba-full-memory-ratio's default), which limits how many
-requests run."""
+requests run.
+"""
 KEPT: dict[Stored, tuple[Part, ...]] = {
     "nvfp4": (),
     "nvfp4_ffn": ("attention",),
@@ -61,7 +63,8 @@ class Served:
         stored: format of the weights. None means the model's own.
         kv_dtype: type of K/V. None means the dtype.
         skew: exponent of the power law of routing to experts.
-        engine: the engine's name. `changes` are the settings that differ from its defaults."""
+        engine: the engine's name. `changes` are the settings that differ from its defaults.
+    """
 
     model: str
     cluster: str
@@ -197,7 +200,8 @@ def closed_loop(
 
     Args:
         cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]
-        path_s: seconds of a request outside of the engine. None means the engine's default."""
+        path_s: seconds of a request outside of the engine. None means the engine's default.
+    """
     path_s = served.path_s(float(np.mean(inputs))) if path_s is None else path_s
     return benchmarked.closed_loop(served.lane, served.cost, served.kv, (inputs, outputs), clients, path_s, cached)
 
@@ -208,7 +212,8 @@ def open_loop(
     """Return the times of requests of equal lengths that arrive in a Poisson process.
 
     Args:
-        cached: cached tokens of each prompt. # [requests]"""
+        cached: cached tokens of each prompt. # [requests]
+    """
     rng, path_s = np.random.default_rng(seed), served.path_s(lengths[0])
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
     inputs, outputs = ([length] * len(cached) for length in lengths)

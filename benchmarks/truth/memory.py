@@ -2,7 +2,8 @@
 
 From docs/plans/2026-03-04-sim-to-real-accuracy-validation-design.md of inference-sim/sim-to-real-accuracy-validation:
 half precision, 2,048 tokens and 128 requests in a step, 90% of the memory. The engine's own memory was fitted to the
-dense models, and Mixtral verifies it."""
+dense models, and Mixtral verifies it.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def _rate(figures: dict[str, float], clients: int, output: int) -> float | None:
 def ranks(rows: list[Row]) -> str:
     """Return a table of pairs that differ in one property only, beside the order of a rule that predicts nothing.
 
-    The rule: fewer devices give more tokens each, and a device with more memory bandwidth is faster."""
+    The rule: fewer devices give more tokens each, and a device with more memory bandwidth is faster.
+    """
     points = points_of(rows)
     lines = [
         "| differ in | family | sets | pairs over 15% apart | right | without predictions |",
@@ -111,7 +112,8 @@ def ranks(rows: list[Row]) -> str:
 
 def choices(rows: list[Row]) -> str:
     """Return a table of decisions: the degree and number of clients, of one published sweep, with most output tokens a
-    second and device within a bound on TPOT, as predicted and as measured."""
+    second and device within a bound on TPOT, as predicted and as measured.
+    """
     sweeps: dict[tuple[object, ...], list[Point]] = {}
     for point in points_of(rows):
         if point.tpot is not None:
@@ -173,7 +175,8 @@ def _sets(points: list[Point], name: str) -> Iterator[list[Point]]:
 
 def beyond(rows: list[Row]) -> str:
     """Return the JSON of configs/beyond.json: within what factor nine of ten figures lie that are predicted after a fit
-    to another load of the same sweep, by quantity and by the ratio of the loads, a power of two."""
+    to another load of the same sweep, by quantity and by the ratio of the loads, a power of two.
+    """
     sweeps: dict[tuple[object, ...], dict[int, list[float]]] = {}
     for row in rows:
         if (of := row.setting) is not None and row.source.startswith("silicon"):

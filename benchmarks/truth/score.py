@@ -20,7 +20,8 @@ HEADER = (
 def table(rows: list[Row]) -> str:
     """Return a table of the errors in percent of rows without fitted figures, and of rows to which figures were fitted.
 
-    The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias)."""
+    The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias).
+    """
     lines, by_kind = [HEADER], {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
@@ -49,7 +50,8 @@ AS_NAMED: dict[str, Quantity] = {
     "TPOT": "TPOT",
 }
 """By quantity in rows: its name in ranges. Under open arrivals, a plan's rate gets the error of the time to the last
-token."""
+token.
+"""
 
 
 def errors_of(rows: list[Row]) -> str:

@@ -56,7 +56,8 @@ class Row:
         is_fitted: whether predictions were fitted to rows of this kind. Other rows verify predictions.
         why_not: the reason why nothing is predicted for this row.
         cell: the cell of the prediction. None means that the row is not the load of an engine.
-        document: what published the row, or the campaign of one model that measured it."""
+        document: what published the row, or the campaign of one model that measured it.
+    """
 
     source: str
     group: str
@@ -87,7 +88,8 @@ class Source:
 
     Attributes:
         path: returns the path of the file, or None if it does not exist.
-        peers: errors that others published for these or similar rows."""
+        peers: errors that others published for these or similar rows.
+    """
 
     name: str
     path: Callable[[Path | None], Path | None]
@@ -106,7 +108,8 @@ SAME = ("backend", "system", "mode", "isl", "osl", "batch_size", "tp_size")
 def read(path: Path) -> list[dict[str, str]]:
     """Return the rows of a file. AIConfigurator's wheel has many measurements two or three times, from several exports
     of one database, of which some round. Rows with equal figures and numbers of clients count once, and so do rows of a
-    setting whose figures agree to three digits."""
+    setting whose figures agree to three digits.
+    """
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if not rows or MEASURED[0] not in rows[0]:
@@ -145,7 +148,8 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     other.
 
     About a hundred prompts were repeated with prefix caching. The source does not state their order, so they are
-    assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request."""
+    assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request.
+    """
     raws = read(path)
     for raw in thinned(raws, most):
         earlier = [row for row in raws[: raws.index(raw)] if row["experiment"] == raw["experiment"]]
@@ -218,7 +222,8 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
     """Yield rows of TensorRT-LLM 1.0's maximum throughput. All lengths are equal, and all requests wait from the start.
 
     Experts are divided among all devices. The commands of these rows also divide requests, not heads, among devices
-    (enable_attention_dp), which is not predicted."""
+    (enable_attention_dp), which is not predicted.
+    """
     for raw in thinned([raw for raw in read(path) if is_imported or not raw.get("ep")], most):
         lengths, has_experts = (int(raw["input_tokens"]), int(raw["output_tokens"])), bool(raw.get("ep"))
         served = Served(
@@ -284,7 +289,8 @@ DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "nvfp4": ("bfloat16", "nvfp4"),
 }
 """For each type of products in a row: the dtype of everything else, K/V included, and the weights' format if it
-differs."""
+differs.
+"""
 INFERENCEX = "meta-llama/Llama-3.1-70B"
 """The name in the rows that InferenceX measured on 2025-10-29 with nvidia/Llama-3.3-70B-Instruct-FP8."""
 SCALED = {INFERENCEX, "nvidia/Llama-3.1-8B-Instruct-FP8"}
@@ -295,14 +301,16 @@ ALIGNED = "aic-auto-gap-analysis"
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
 BATCH_WAIT = (("batch_wait_steps", 20), ("batch_wait_tokens", round(0.9 * BUDGETS["trtllm"])))
 """InferenceX's values of batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416),
-for 1,024 input and output tokens on fewer than eight devices."""
+for 1,024 input and output tokens on fewer than eight devices.
+"""
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500
 """Number by which AIConfigurator's token budget exceeds one whole prompt and one decode for each client."""
 MIXED_FROM = (0, 5, 6)
 """First version of SGLang that AIConfigurator starts with --enable-mixed-chunk (pull request 258, from the week in
-which the template for this version was added)."""
+which the template for this version was added).
+"""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
@@ -344,7 +352,8 @@ def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
     """Return the input and output lengths of a row's requests.
 
     InferenceX draws lengths uniformly from 80% to 100% of the stated length. In AIConfigurator's evaluation all are
-    equal."""
+    equal.
+    """
     num, stated = REQUESTS_A_CLIENT * count_of(raw["batch_size"]), (count_of(raw["isl"]), count_of(raw["osl"]))
     if is_aligned(raw):
         return [stated[0]] * num, [stated[1]] * num

@@ -1,6 +1,7 @@
 """Hostile clients of a server: what they send, and how they are answered.
 
-Traffic goes to the loopback interface alone."""
+Traffic goes to the loopback interface alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _process: ProcessPoolExecutor | None = None
 def elsewhere(attack: Callable[..., Any], *arguments: Any) -> Any:
     """What an attack returns that runs in a process of its own: it would hold up what is felt here.
 
-    One process serves all attacks, one after the other; it is started at the first one."""
+    One process serves all attacks, one after the other; it is started at the first one.
+    """
     global _process
     if _process is None:
         _process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))

@@ -76,7 +76,8 @@ def is_long(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Unharmed:
     """Return the block that an attack on the module's `target` is put in: it leaves others' answers, a probe's tokens
-    and the memory (but for some MiB) as they were, and what it did is recorded."""
+    and the memory (but for some MiB) as they were, and what it did is recorded.
+    """
     target: Target = request.getfixturevalue("target")
     is_reported = request.config.getoption("--attack-report", None) is not None
 

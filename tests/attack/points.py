@@ -10,7 +10,8 @@ class Point(NamedTuple):
 
     Attributes:
         before: what came of it when it was found.
-        elsewhere: node ids of tests outside this directory that show what comes of it now."""
+        elsewhere: node ids of tests outside this directory that show what comes of it now.
+    """
 
     what: str
     before: str

@@ -1,6 +1,7 @@
 """What another user of the machine tries at a listening socket: `python strangers.py`, with JSON on standard input.
 
-Runs on any Python, without this repository: the other user may not be able to read it."""
+Runs on any Python, without this repository: the other user may not be able to read it.
+"""
 
 import json
 import os

@@ -1,6 +1,7 @@
 """A running `xgpt serve` that is attacked, and what its other clients feel meanwhile.
 
-Traffic goes to the loopback interface alone."""
+Traffic goes to the loopback interface alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from xrunner.vllm.process import PYTHON_VARIABLE
 
 FELT_S, TIMES_CALM = 3.0, 10
 """What a stream and a probe may feel: seconds, or a multiple of what they feel before, where cores are busy. What the
-event loop does in one go is held to less where no other process counts: `test_loop.py`."""
+event loop does in one go is held to less where no other process counts: `test_loop.py`.
+"""
 HEALTH_S, GAP_S, LEFT_MIB = 0.1, 0.25, 64
 """What they should feel at most, and MiB that may be left after an attack. The report says whether they did."""
 
@@ -161,7 +163,8 @@ class Target:
         twice: prompt tokens are counted as a request is accepted, and for its key as it ends.
 
         Args:
-            memory: whether no process may be left with over `LEFT_MIB` more, too: each keeps what it compiled last."""
+            memory: whether no process may be left with over `LEFT_MIB` more, too: each keeps what it compiled last.
+        """
         if memory:
             self.fill_memory()
         before, rss = self.probe(), self.rss_of_each()
@@ -284,7 +287,8 @@ def attacked(
         directory: for the plan and the keys.
         key: whether the server demands one; `Target` sends it.
         keys: further lines of the key file.
-        change: what is to be another in the plan."""
+        change: what is to be another in the plan.
+    """
     from xgpt.checkpoints.files import read_spec
 
     model = read_spec(checkpoint)
@@ -310,7 +314,8 @@ def attacked(
 def roomy(flavour: str, checkpoint: Path, directory: Path) -> AbstractContextManager[Target]:
     """Serve a flavour with so many places that memory ends first, and with a long token.
 
-    So a text of 300 times the context is not refused by its length."""
+    So a text of 300 times the context is not refused by its length.
+    """
     from tokenizers import Tokenizer
 
     small = shutil.copytree(checkpoint, directory / "small")

@@ -1,6 +1,7 @@
 """Public advisories on other servers, and ideas of our own, as requests to a running server.
 
-Each is answered as stated, within seconds, and the server is as it was: the same tokens, no traceback."""
+Each is answered as stated, within seconds, and the server is as it was: the same tokens, no traceback.
+"""
 
 from __future__ import annotations
 
@@ -313,7 +314,8 @@ SETTINGS: list[Body] = [
 @pytest.mark.point(28)
 def test_what_narrows_an_output_does_not_reach_another(target: Target) -> None:
     """CVE-2026-114049, CVE-2026-93840, PYSEC-2026-145 (vLLM): a place in a batch kept what narrowed an earlier output,
-    or a penalty of one output failed all."""
+    or a penalty of one output failed all.
+    """
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "items": {"enum": [1]}}}}
     alone = target.probe()
 

@@ -122,7 +122,8 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
 ) -> None:
     """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of others, workers start anew.
 
-    What hangs is killed."""
+    What hangs is killed.
+    """
     with (
         attacked(flavour, checkpoint, tmp_path) as target,
         target.left_as_it_was(memory=False),

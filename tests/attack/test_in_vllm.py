@@ -1,6 +1,7 @@
 """`xgpt serve --engine vllm`: the endpoint refuses, limits, drains and counts as with our own engine.
 
-Each case runs against a fake in place of vLLM (`tests.fake_vllm`), and where there is a vLLM against that, too."""
+Each case runs against a fake in place of vLLM (`tests.fake_vllm`), and where there is a vLLM against that, too.
+"""
 
 from __future__ import annotations
 

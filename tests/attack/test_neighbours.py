@@ -62,7 +62,8 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """Without a key file, or before the server had started, SIGHUP ended it. A pipe of 4 KiB was full after a dozen
-    requests, and the server stood still."""
+    requests, and the server stood still.
+    """
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     process = start("one", checkpoint, tmp_path, "--no-replan", stderr=writing)
@@ -95,7 +96,8 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_what_a_server_is_started_with(closed: tuple[int, ...], checkpoint: Path, tmp_path: Path) -> None:
     """Without standard error, the server ended with an internal error that nobody could read. With blocked signals,
-    only SIGKILL ended it. Modules in the current directory were run."""
+    only SIGKILL ended it. Modules in the current directory were run.
+    """
     here = tmp_path / "here"
     here.mkdir()
     for name in ("msgspec", "numpy", "tokenizers", "torch", "xrunner"):

@@ -1,6 +1,7 @@
 """`xgpt serve` whose planner moves to another placement at each look: `python -m tests.attack.to_and_fro OTHER ...`.
 
-OTHER is the plan that it alternates with; what follows, a plan first, goes to `xgpt serve`."""
+OTHER is the plan that it alternates with; what follows, a plan first, goes to `xgpt serve`.
+"""
 
 from __future__ import annotations
 

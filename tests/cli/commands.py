@@ -33,7 +33,8 @@ class Xgpt:
 
     def fails(self, code: int, *arguments: str) -> str:
         """Run what must fail: one line on standard error (after lines of progress, if the machine is slow), nothing on
-        standard output, no file. Returns the line."""
+        standard output, no file. Returns the line.
+        """
         before = set(Path.cwd().iterdir())
         ran = self(*arguments)
         assert ran.code == code, ran

@@ -2,7 +2,8 @@
 
 `NOT_RUN` lists the commands that are not run here, with the reason. The blocks of `docs/examples.md` and
 `docs/reference/python.md` are generated from code that `tests/unit/test_api.py` runs; `docs/guide/walk.md` is
-`test_walk.py`'s."""
+`test_walk.py`'s.
+"""
 
 from __future__ import annotations
 

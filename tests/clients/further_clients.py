@@ -19,7 +19,8 @@ def weather(city: Literal["Rome", "Oslo"]) -> str:
     """Look up the weather.
 
     Args:
-        city: where."""
+        city: where.
+    """
     return f"rain in {city}"
 
 

@@ -1,6 +1,7 @@
 """Agents' command lines, unmodified, against the endpoint with a model that calls a tool: `make test-clients`.
 
-Claude Code is run if it is in build/clients/claude-code (npm install --prefix); its licence is not an open one."""
+Claude Code is run if it is in build/clients/claude-code (npm install --prefix); its licence is not an open one.
+"""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def random_settings(kind: str, rng: np.random.Generator) -> PolicySettings:
 def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[int, ...] = (1,)) -> Profile:
     """Piecewise linear tables; uneven ones rise and fall by up to 40% around a trend, as noisy measurements do.
 
-    In one of two the model's last layer takes less for tokens whose logits are not wanted."""
+    In one of two the model's last layer takes less for tokens whose logits are not wanted.
+    """
 
     def noise(shape: int | tuple[int, int]) -> np.ndarray:
         return np.ones(shape) if monotone else rng.uniform(0.6, 1.4, shape)

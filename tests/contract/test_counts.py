@@ -1,7 +1,8 @@
 """Arrivals simulated by counts have the times of the engine that runs each request, whatever the schedule.
 
 Random settings of every policy on random placements (several stages, micro-batches, tensor parallelism, WAA's lanes),
-random lengths, outputs of one token among them, arrivals that tie, and K/V memory for a few requests only."""
+random lengths, outputs of one token among them, arrivals that tie, and K/V memory for a few requests only.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Arrivals:
     Attributes:
         load: of the saturated throughput.
         together: requests that arrive at once, in the mean.
-        room: of the K/V memory, in requests of the longest lengths; 0: what the devices have."""
+        room: of the K/V memory, in requests of the longest lengths; 0: what the devices have.
+    """
 
     case: Case
     load: float

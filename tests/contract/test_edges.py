@@ -134,7 +134,8 @@ def test_the_bubble_is_the_time_in_which_simulated_stages_wait(kind: str) -> Non
 def test_what_independent_lengths_cost_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Long answers to long prompts: requests that stay long attend to more than independent lengths say.
 
-    The batch is small enough that all fit. If memory limits the number inside, fewer run at once, and each sooner."""
+    The batch is small enough that all fit. If memory limits the number inside, fewer run at once, and each sooner.
+    """
     lengths = np.random.default_rng(0).integers(50, 1000, 300)
     path, plan = tmp_path / "trace.csv", tmp_path / "plan.json"
     path.write_text("input,output\n" + "".join(f"{n},{n // 4}\n" for n in lengths))

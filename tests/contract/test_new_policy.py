@@ -1,7 +1,8 @@
 """What a policy with a rule of its own takes. It is planned, simulated, served and replayed without code elsewhere.
 
 The toy is "watermark": a lane decodes alone until a percentage of its largest batch is left, then encodes whole prompts
-up to that batch."""
+up to that batch.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class WatermarkRule(OneLaneRule):
 
 class Watermark(Rra):
     """A batch falls to its watermark after about the same number of iterations each time: this is rra with that
-    number."""
+    number.
+    """
 
     settings = WatermarkSettings
     line = load = "max_batch"

@@ -1,7 +1,8 @@
 """Micro-batches beside ORCA's Algorithm 1 to the letter, which forms every batch anew from all requests.
 
 Of P batches under way one returns at a time, and all requests but its own and the waiting ones are running then. So a
-batch is formed of the same requests whether or not they belong to it, unless fewer than P batches are under way."""
+batch is formed of the same requests whether or not they belong to it, unless fewer than P batches are under way.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Random schedules against a model of each block's contents: whatever a step attends to is what the request says.
 
 Requests begin alike, are cancelled, preempted, and begin anew as after a loss of all workers. Each step is executed on
-a memory of (block, offset) -> all tokens up to there, and must read there exactly what its sequence is."""
+a memory of (block, offset) -> all tokens up to there, and must read there exactly what its sequence is.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Client:
     Attributes:
         said: prompt and output so far; goal: its output's length.
         blocks, prompt_blocks: as its workers were told, where it is decoded and where it is encoded.
-        found: blocks that it found where it is decoded."""
+        found: blocks that it found where it is decoded.
+    """
 
     def __init__(self, prompt: Tokens, goal: int) -> None:
         self.said, self.goal, self.answered = prompt, goal, 0

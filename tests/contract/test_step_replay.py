@@ -79,7 +79,8 @@ class Executor:
     Steps overlap, and those of different lanes end in any order. At times a request arrives while one is waited for.
 
     Args:
-        failures: how often a request fails instead."""
+        failures: how often a request fails instead.
+    """
 
     resumes = True
     scores_prompts = False
@@ -181,7 +182,8 @@ def run_engine(
     Args:
         has_accounts: of three accounts with shares and a priority; some grow impatient, some outgrow their promise.
         reuse: they share what their prompts have in common.
-        failures: how often a request fails instead of having its next token."""
+        failures: how often a request fails instead of having its next token.
+    """
     log: list[StepRecord] = []
     schedule = schedule_for(lane, kv, blocks, order, PATIENCE_NS if has_accounts else None)
     executor, clock = Executor(rng, failures), jittered_clock(rng)
@@ -248,7 +250,8 @@ def test_the_log_replays(
     failures: float,
 ) -> None:
     """In every order, with deadlines that some requests miss, with and without shares, priorities, patience, promises,
-    and shared blocks; and if some requests fail, whose blocks are shared no more."""
+    and shared blocks; and if some requests fail, whose blocks are shared no more.
+    """
     lane, blocks, rng = LANES[kind], LARGEST + spare_blocks, np.random.default_rng(seed)
     log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=reuse, failures=failures)
     patience_ns = PATIENCE_NS if has_accounts else None

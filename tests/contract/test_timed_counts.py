@@ -1,6 +1,7 @@
 """Rules that go by the clock: due times are those of single requests, and logs replay.
 
-Budgets from slack and the order in time, over random settings, placements, lengths and bounds."""
+Budgets from slack and the order in time, over random settings, placements, lengths and bounds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Timed:
 
     Attributes:
         tightness: of the bounds, relative to what the plan takes at saturation.
-        is_in_time: the order of admission."""
+        is_in_time: the order of admission.
+    """
 
     arrivals: Arrivals
     tightness: float

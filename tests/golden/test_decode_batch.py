@@ -1,7 +1,8 @@
 """The steady decode batch of RRA, where the paper's formula is biased: a table of figures to be met.
 
 Source: ExeGPT sec. 6; lengths of its Table 3. The lengths are decode iterations: as the encode pass emits the first
-token, outputs are one token longer."""
+token, outputs are one token longer.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """WAA under a cap: requests in encode and in transfer count, and left out the throughput is far too high.
 
-docs/results/formulas.md derives it and has these cases; the simulated engine runs the rule itself."""
+docs/results/formulas.md derives it and has these cases; the simulated engine runs the rule itself.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Exports against a real API server, if one is given: XGPT_KUBECONFIG=admin.conf.
 
-It needs kubectl and a kube-apiserver; no node."""
+It needs kubectl and a kube-apiserver; no node.
+"""
 
 from __future__ import annotations
 

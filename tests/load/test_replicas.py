@@ -194,7 +194,8 @@ async def until_ready(client: httpx.AsyncClient, replica: Replica) -> None:
 
 async def drive(replicas: list[Replica], model: str) -> dict[str, Counter[str]]:
     """Return what became of the requests while nothing happened, from a kill or the beginning of a restart until the
-    replica is back, and at the end."""
+    replica is back, and at the end.
+    """
     found, count = {}, itertools.count()
     headers = key() | {"x-model": model}
     first, second = replicas

@@ -274,7 +274,8 @@ def save(directory, family, shape, dtype=torch.float32):
     """Save seeded weights, large enough to tell tokens apart; in half precision layers keep to trained magnitude, since
     larger ones multiply the errors of rounding. `shape` is a name, or settings of its own.
 
-    Returns the directory and the transformers model, which computes in float32 with the weights that were saved."""
+    Returns the directory and the transformers model, which computes in float32 with the weights that were saved.
+    """
     config_class, model_class, shapes = FAMILIES[family]
     settings = dict(shapes[shape] if isinstance(shape, str) else shape)
     settings |= {"word_embed_proj_dim": settings["hidden_size"], "dropout": 0.0} if family == "opt" else {}

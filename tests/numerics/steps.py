@@ -13,7 +13,8 @@ from xrunner.kv_cache import numbers_of
 def random_batch(contexts, chunks, heads, block_size, rng):
     """Decodes of these contexts, then chunks (start, length), over blocks in random order.
 
-    Returns q, k and v as slices of one fused projection, the cache of one layer, and the batch."""
+    Returns q, k and v as slices of one fused projection, the cache of one layer, and the batch.
+    """
     num_heads, num_kv_heads, head_dim = heads
     lengths = np.array([1] * len(contexts) + [n for _, n in chunks], dtype=np.int32)
     context_len = np.array([*contexts, *(start + n for start, n in chunks)], dtype=np.int32)

@@ -1,7 +1,8 @@
 """Greedy tokens of worker processes are those of one process: whatever the stages, lanes and policy.
 
 Requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
-here; a few cases stand for all others, which take minutes."""
+here; a few cases stand for all others, which take minutes.
+"""
 
 import json
 import os
@@ -204,7 +205,8 @@ def tokens_of_next(executor, count):
 
 def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(workers, checkpoint):
     """A step that encodes gives blocks to requests that it does not decode: no step under way touches these, so they
-    may leave, and return with other blocks, before its prompts pass the pipeline for the second time."""
+    may leave, and return with other blocks, before its prompts pass the pipeline for the second time.
+    """
     plan = one_lane(checkpoint(NAMES["t5"])[0], "pp2", "rra", 2)
     executor = deploy(workers, plan)
     prompts = [tuple(RNG.integers(0, 211, plan.block_size - 1).tolist()) for _ in range(4)]
@@ -230,7 +232,8 @@ def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(worke
 
 def check_changing(workers, plans, expected):
     """Some steps after a plan's placement has taken over, the next one does, on the same workers: no token is lost or
-    wrong."""
+    wrong.
+    """
     now, left = [deploy(workers, plans[0])], [*plans[1:]]
 
     def redeploy(schedule):

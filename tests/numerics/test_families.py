@@ -160,7 +160,8 @@ def test_int8_keeps_to_the_float32_logits(checkpoint, name):
 
 def but_for_other_experts(name, figures, *, reverse=False):
     """All but the worst fifth of a model with experts: where two score alike, the other may be chosen, which later
-    tokens find in their K/V, too."""
+    tokens find in their K/V, too.
+    """
     skipped = len(figures) // 5 if name.split("-")[0] in WITH_EXPERTS else 0
     return sorted(figures, reverse=reverse)[skipped:]
 

@@ -1,6 +1,7 @@
 """Captured decode steps, and steps run ahead of the loop, where a "graph" just runs its step again.
 
-tests/numerics/test_joins_and_leaves.py holds their tokens and blocks against those of a solitary run."""
+tests/numerics/test_joins_and_leaves.py holds their tokens and blocks against those of a solitary run.
+"""
 
 import numpy as np
 import pytest

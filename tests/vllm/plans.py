@@ -30,7 +30,8 @@ def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromi
 
 def waa_plan(groups: int = 1) -> Plan:
     """A lane of one or several prefill groups of a device, and a decode lane on one: batches of about four prompts, at
-    most sixteen requests inside."""
+    most sixteen requests inside.
+    """
     plan = plan_with(RraSettings(encode_batch=1, decode_iterations=1))
     layers = (0, plan.model.num_layers)
     own = (None, layers) if groups > 1 else (layers, (0, 0))

@@ -25,7 +25,8 @@ def left_to_compute(prompt: int, connector: str) -> int:
 
     NixlConnector brings all but the last. ExampleConnector brings whole blocks, and leaves at least two tokens. Where
     one token is left over in the last block, it looks for the prompt's files by another length than it wrote them by,
-    and finds none."""
+    and finds none.
+    """
     if connector == "NixlConnector":
         return 1
     return prompt if prompt % CPU_BLOCK_SIZE == 1 else (prompt - 2) % CPU_BLOCK_SIZE + 2

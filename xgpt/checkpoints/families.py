@@ -30,7 +30,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
     """Return the family and the config of a model's language part.
 
     Raises:
-        InputError: the family is not known."""
+        InputError: the family is not known.
+    """
     outer = config.get("model_type")
     if (why := NOT_READ.get(f"{outer}")) is not None:
         raise InputError(f"{source}: model_type", outer, f"xgpt does not plan this family: {why}")
@@ -53,7 +54,8 @@ def tower_params(config: Mapping[str, Any]) -> int:
     """Estimate the number of weights in a model's image and sound encoders.
 
     Counted are, for each block, the attention and two or three matrices of the feed-forward block, and two matrices
-    that merge several patches into a token. Positions, norms and patch embeddings are not counted."""
+    that merge several patches into a token. Positions, norms and patch embeddings are not counted.
+    """
     inner = config.get("thinker_config")
     parts = [config, inner] if isinstance(inner, dict) else [config]
     towers = [part.get(name) for part in parts for name in TOWERS]

@@ -2,7 +2,8 @@
 
 `transformers` 5 keeps unknown fields in the config, and a model's code may read them. So xgpt's own engine runs no
 model with a field that is not in these tables. Plans for other engines name such a field, and assume that it changes no
-size. A field that is named like a size is an error."""
+size. A field that is named like a size is an error.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Fields(NamedTuple):
         without_effect: fields that `transformers` does not read.
         aliases: alternative names of fields. If both names are given, the values must be the same.
         untimed: fields that affect the generated tokens but neither times nor memory. Only families that xgpt's own
-            engine does not run have such fields."""
+            engine does not run have such fields.
+    """
 
     read: frozenset[str]
     only: dict[str, tuple[Any, ...]]
@@ -71,7 +73,8 @@ def unsupported_fields(family: str, config: Mapping[str, Any]) -> tuple[str, ...
     """Return the fields of a config.json that are not known, or whose values are not, each as "field: value".
 
     Raises:
-        InputError: such a field is named like a size, or contradicts another one. The message names the field."""
+        InputError: such a field is named like a size, or contradicts another one. The message names the field.
+    """
     known = FIELDS[family]
     passed = (
         known.read

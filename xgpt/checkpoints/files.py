@@ -44,7 +44,8 @@ def read_spec(directory: Path) -> ModelSpec:
 
     Raises:
         InputError: there is no config.json, the family or variant is not supported, a field is not known, or the
-            directory contains an adapter."""
+            directory contains an adapter.
+    """
     if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must contain a config.json; give that of a checkpoint")
     if (adapter := directory / "adapter_config.json").is_file():
@@ -57,7 +58,8 @@ def read_config(path: Path) -> ModelSpec:
     """Return the model that a config.json alone describes. Stop tokens and tied weights are taken from it, too.
 
     Raises:
-        InputError: as `read_spec` does."""
+        InputError: as `read_spec` does.
+    """
     if not path.exists():
         raise InputError("config", str(path), "there is no such file; check the path")
     return _read_spec(path, None)
@@ -93,7 +95,8 @@ def spec_of(
         source: name of the config in messages.
 
     Raises:
-        InputError: as `read_spec` does."""
+        InputError: as `read_spec` does.
+    """
     towers, tower = tower_params(config), tower_of(config)
     family, config = language_model(config, source)
     given, defaults = config, given_by_default(family)
@@ -125,7 +128,8 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     """Return the sampling settings of generation_config.json. As in vLLM, they are defaults for requests.
 
     Raises:
-        InputError: a value is out of its range."""
+        InputError: a value is out of its range.
+    """
     path = directory / "generation_config.json"
     generation = _read_object(path) or {}
     settings = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
@@ -173,7 +177,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 def _headers(directory: Path) -> Iterator[str]:
     """Yield the JSON header of each weight file. For a broken file it is empty, and loading reports the error later.
 
-    A safetensors file begins with the length of its header (8 bytes, little-endian) and the header."""
+    A safetensors file begins with the length of its header (8 bytes, little-endian) and the header.
+    """
     for path in weight_files(directory):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -187,7 +192,8 @@ def weight_files(directory: Path) -> list[Path]:
     They are model.safetensors, or the shards that model.safetensors.index.json names in the same directory.
 
     Raises:
-        InputError: the index is broken, or names a file that does not exist."""
+        InputError: the index is broken, or names a file that does not exist.
+    """
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]

@@ -20,7 +20,8 @@ def id_of(checkpoint: str | None) -> str | None:
     """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory or None.
 
     Raises:
-        InputError: the id is malformed."""
+        InputError: the id is malformed.
+    """
     if checkpoint is None or not checkpoint.startswith(HUB):
         return None
     model_id = checkpoint.removeprefix(HUB)
@@ -50,7 +51,8 @@ _VARIANTS = re.compile(r"-(instruct|chat|it|hf|thinking|base)(?=-|$)")
 
 def shipped_as(model_id: str) -> str | None:
     """Return the name of the shipped config for the model with this id, or None if there is no such config. Another
-    organisation's model of the same name has the same shape."""
+    organisation's model of the same name has the same shape.
+    """
     exact = next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
     return exact or _by_plain_name().get(_plain(model_id), (None, ""))[0]
 

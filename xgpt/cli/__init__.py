@@ -2,7 +2,8 @@
 of the other modules, runs it.
 
 A command calls one function of xgpt.api and prints the result. Until then only click is imported, so that `xgpt plan
---help` answers immediately."""
+--help` answers immediately.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def cli() -> None:
 
     \b
     xgpt plan --latency-bound 9.8     write plan.json for this machine
-    xgpt serve plan.json              run that plan behind an OpenAI-compatible endpoint"""
+    xgpt serve plan.json              run that plan behind an OpenAI-compatible endpoint
+    """
 
 
 SYNONYMS = {
@@ -131,7 +133,8 @@ OPTIONS_ELSEWHERE = {
 
 def _elsewhere(error: click.NoSuchOption) -> str:
     """Return the end of the error for an unknown option: the option that was probably meant, or the commands that have
-    the option."""
+    the option.
+    """
     if error.ctx is not None and error.ctx.info_name == "replan" and error.option_name in ("--workload", "--trace"):
         return " Give --lengths."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
@@ -160,7 +163,8 @@ def set_up_process() -> None:
     """Make up for what the program that started this one has left out.
 
     Closed standard streams become /dev/null. Otherwise the next opened file would get what any library writes to
-    standard error. Signals that were blocked are no longer."""
+    standard error. Signals that were blocked are no longer.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -1,7 +1,8 @@
 """Declare the arguments and the help of each command. The functions that do the work are in `run`, `plain`, `loop`,
 `compare` and `completion`.
 
-Only click is imported here, so that help and shell completion answer immediately."""
+Only click is imported here, so that help and shell completion answer immediately.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def plan() -> None:
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --price 0.5 --maximise "tokens / cost"
-      xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9"""
+      xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
+    """
 
 
 @options.command("fleet", most_used=("output",))
@@ -44,7 +46,8 @@ def fleet() -> None:
     Examples:
       xgpt fleet --trace day.csv --latency-bound 15 --model llama-3.1-8b --cluster h100x8
       xgpt fleet --trace day.yaml --latency-bound 15 --ttft 2 --model llama-3.1-8b \\
-        --among h100x8=2.9,a100x16=1.4,l40sx8=0.9 --devices 64"""
+        --among h100x8=2.9,a100x16=1.4,l40sx8=0.9 --devices 64
+    """
 
 
 @options.command("profile")
@@ -57,7 +60,8 @@ def profile() -> None:
     Examples:
       xgpt profile --model opt-125m -o profile.json
       xgpt profile --model ./opt-125m --engine vllm -o vllm.json
-      xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json"""
+      xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
+    """
 
 
 @options.command("simulate")
@@ -87,7 +91,8 @@ def compare() -> None:
     Examples:
       xgpt compare --latency-bound 9.8
       xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
-        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json"""
+        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
+    """
 
 
 @options.command("serve")
@@ -106,7 +111,8 @@ def serve() -> None:
     \b
     Example:
       xgpt serve plan.json --port 8000
-      curl localhost:8000/v1/completions -d '{"model": "opt-125m", "prompt": [2, 100, 200], "max_tokens": 8}'"""
+      curl localhost:8000/v1/completions -d '{"model": "opt-125m", "prompt": [2, 100, 200], "max_tokens": 8}'
+    """
 
 
 @options.command("autoscale")
@@ -118,7 +124,8 @@ def autoscale() -> None:
 
     \b
     Example:
-      xgpt autoscale fleet.json --simulate tomorrow.csv"""
+      xgpt autoscale fleet.json --simulate tomorrow.csv
+    """
 
 
 @options.command("bench")
@@ -139,7 +146,8 @@ def bench() -> None:
       xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
       xgpt bench plan.json --saturated
       xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
-      xgpt bench http://127.0.0.1:8000 --workload log.csv --arrival-rate 5"""
+      xgpt bench http://127.0.0.1:8000 --workload log.csv --arrival-rate 5
+    """
 
 
 @options.command("check")
@@ -155,7 +163,8 @@ def check() -> None:
     Examples:
       xgpt check http://127.0.0.1:8000 --plan plan.json
       xgpt check http://127.0.0.1:8000 --current 'vllm serve ./llama --max-num-seqs 64' --workload log.csv --ttft 1
-      xgpt check bench.json --current 'vllm serve ./llama' --model llama-3.1-8b --cluster h100x1 --tpot 0.03"""
+      xgpt check bench.json --current 'vllm serve ./llama' --model llama-3.1-8b --cluster h100x1 --tpot 0.03
+    """
 
 
 @options.command("tune")
@@ -172,7 +181,8 @@ def tune() -> None:
     Examples:
       xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --budget 60m
       xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --resume
-      xgpt tune --model llama-3.1-8b --cluster h100x1 --engine sglang --ttft 1 --tpot 0.03 --manual"""
+      xgpt tune --model llama-3.1-8b --cluster h100x1 --engine sglang --ttft 1 --tpot 0.03 --manual
+    """
 
 
 @options.command("watch")
@@ -187,7 +197,8 @@ def watch() -> None:
     Examples:
       xgpt watch --engine http://127.0.0.1:8000 plan.json
       xgpt watch --engine http://a:8000 --engine http://b:8000 plan.json --webhook http://alerts:9000/hook
-      xgpt watch --engine http://a:8000 plan.json --apply 'ssh a systemctl set-environment FLAGS="{flags}"'"""
+      xgpt watch --engine http://a:8000 plan.json --apply 'ssh a systemctl set-environment FLAGS="{flags}"'
+    """
 
 
 @options.command("calibrate")
@@ -210,7 +221,8 @@ def calibrate() -> None:
     Examples:
       xgpt calibrate current.json result.json -o profile.json
       xgpt calibrate current.json low.json mid.json high.json -o profile.json --engine-output engine.yaml
-      xgpt plan --profile profile.json --engine engine.yaml --latency-bound 8 --model llama-3.1-8b --cluster h100x1"""
+      xgpt plan --profile profile.json --engine engine.yaml --latency-bound 8 --model llama-3.1-8b --cluster h100x1
+    """
 
 
 @options.command("replan")
@@ -226,7 +238,8 @@ def replan() -> None:
     \b
     Examples:
       xgpt replan plan.json --lengths today.csv -o new.json
-      xgpt replan plan.json --lengths http://127.0.0.1:8000"""
+      xgpt replan plan.json --lengths http://127.0.0.1:8000
+    """
 
 
 @options.command("report")
@@ -239,7 +252,8 @@ def report() -> None:
     Examples:
       xgpt report plan.json -o report.html
       xgpt report fleet.json -o day.html
-      xgpt report tuned.json -o rounds.html"""
+      xgpt report tuned.json -o rounds.html
+    """
 
 
 @options.command("export")
@@ -266,7 +280,8 @@ def export() -> None:
     \b
     Examples:
       xgpt export plan.json --to k8s -o deploy --check
-      xgpt export fleet.json --to k8s -o deploy"""
+      xgpt export fleet.json --to k8s -o deploy
+    """
 
 
 @options.command("ui")
@@ -277,7 +292,8 @@ def ui() -> None:
 
     \b
     Example:
-      xgpt ui"""
+      xgpt ui
+    """
 
 
 @options.command("doctor")
@@ -287,7 +303,8 @@ def doctor() -> None:
 
     \b
     Example:
-      xgpt doctor"""
+      xgpt doctor
+    """
 
 
 @options.command("completion")
@@ -298,4 +315,5 @@ def completion() -> None:
     \b
     Examples:
       eval "$(xgpt completion bash)"
-      xgpt completion fish > ~/.config/fish/completions/xgpt.fish"""
+      xgpt completion fish > ~/.config/fish/completions/xgpt.fish
+    """

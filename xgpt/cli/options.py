@@ -79,7 +79,8 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
     `name` in the module that runs it.
 
     Args:
-        most_used: further options that help lists first. They are not fields of the request."""
+        most_used: further options that help lists first. They are not fields of the request.
+    """
 
     def make(function: F) -> Command:
         fields = _declared().get(name, [])
@@ -195,7 +196,8 @@ def refuse_idle(names: Collection[str], accepted: str) -> None:
         accepted: end of the error message: what the options need to have an effect.
 
     Raises:
-        InputError: such an option was given."""
+        InputError: such an option was given.
+    """
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -230,7 +232,8 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
     Raises:
         InputError: the command would overwrite a file of the user or a file that it reads, and --force is not given.
-        MachineError: the path cannot be written."""
+        MachineError: the path cannot be written.
+    """
     file = unchecked_file(path, name)
     file.check()
     return file
@@ -240,7 +243,8 @@ def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
     """Return the file that the running command will write to `path`. Whether it can be written is checked only then.
 
     Raises:
-        InputError: `path` is "-", which means standard output in other tools."""
+        InputError: `path` is "-", which means standard output in other tools.
+    """
     from xgpt.core.output_files import OutputFile
 
     if str(path) == "-":
@@ -254,7 +258,8 @@ def write(file: OutputFile, text: str) -> None:
     """Write a file, and print its path on standard error.
 
     Raises:
-        XgptError: as `OutputFile.write` does."""
+        XgptError: as `OutputFile.write` does.
+    """
     file.write(text)
     click.echo(f"wrote {file.path}", err=True)
 

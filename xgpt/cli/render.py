@@ -54,7 +54,8 @@ class Fitting:
     fits.
 
     Args:
-        least: names of the columns that may be left out, in this order."""
+        least: names of the columns that may be left out, in this order.
+    """
 
     def __init__(
         self,
@@ -263,7 +264,8 @@ SIMULATED = {
 
 def simulated_tables(run: Simulated) -> list[Table]:
     """Return tables of a simulated run's figures beside the plan's bounds. If requests arrive at a rate, their times
-    are in a separate table."""
+    are in a separate table.
+    """
     figures, constraint = run.figures, run.plan.constraint
     bounded = "request_latency_s" if constraint.sla == "request" else "latency_s"
     whole = _bound(constraint.latency_bound_s, constraint.quantile)
@@ -323,7 +325,8 @@ SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "i
 def bench_table(report: BenchReport) -> Table:
     """Return a table of predicted and measured figures with their errors.
 
-    If requests arrive at a rate, their times count from arrival. The latency from admission is then left out."""
+    If requests arrive at a rate, their times count from arrival. The latency from admission is then left out.
+    """
     arrives = report.arrival_rate_per_s is not None
     rows = [
         [METRICS[f.metric], f"{f.predicted:.3f}", _range(f), f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"]
@@ -350,7 +353,8 @@ def bench_report(report: BenchReport) -> list[object]:
 
 def bench_notes(report: BenchReport) -> list[str]:
     """Return lines on the bounds, on failed requests, and, if steps took longer than the plan allows, on likely
-    disturbances."""
+    disturbances.
+    """
     notes = [] if report.differences is None else [report.differences]
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"

@@ -38,7 +38,8 @@ class Decimal(click.FloatRange):
 
 def of_class(value: str) -> tuple[str, float]:
     """Return the class and the number in text such as CLASS=NUMBER, or "" and the number if there is no class. The
-    number must be above zero."""
+    number must be above zero.
+    """
     name, equals, number = value.rpartition("=")
     if equals and not name:
         raise click.BadParameter(f"{value!r} has no class before =; give S or CLASS=S")
@@ -168,7 +169,8 @@ def assigned(value: str) -> tuple[str, str]:
 
 def acceptance(value: str) -> float | tuple[float, ...] | str:
     """Return the acceptance of drafts, given as SHARE, as SHARE,SHARE or as the name of a file.
-    `PlanRequest.acceptance` states what these mean."""
+    `PlanRequest.acceptance` states what these mean.
+    """
     try:
         shares = [decimal(part) for part in value.split(",")]
     except ValueError:

@@ -1,5 +1,6 @@
 """Compute how a plan's gain depends on assumptions: the cost of mixed steps, the pace of steps, request lengths, and
-bursts."""
+bursts.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Assumption(NamedTuple):
     Attributes:
         mixing: number added to the engine's `mixing`: the share by which prompts in a step slow its decodes.
         pace: factor on step times.
-        workload: other request lengths. None means the plan's."""
+        workload: other request lengths. None means the plan's.
+    """
 
     name: str
     mixing: float = 0.0
@@ -64,7 +66,8 @@ def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumpti
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
     """Return the factors by which a plan's rate changes: one for each assumption, in closed form, and a last one for
-    bursts, by simulation."""
+    bursts, by simulation.
+    """
     now = _closed(plan, profile, Assumption("as planned"))
     if now <= 0:
         return [1.0] * (len(among) + 1)
@@ -98,7 +101,8 @@ def ranges(
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     """Return a plan's value of the objective under an assumption, computed in closed form. The settings are not
-    optimised again for the assumption."""
+    optimised again for the assumption.
+    """
     engine = plan.engine or load_engine("xgpt")
     engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))
     problem = Problem.of(plan, profile.slowed(under.pace))

@@ -53,7 +53,8 @@ class Compared:
         ranges: for each policy, the lowest and the highest gain per device over the current deployment under all
             assumptions.
         answer: lines of text on why requests of a log are late under the current deployment.
-        kept: options of the current deployment's command that a plan's command repeats."""
+        kept: options of the current deployment's command that a plan's command repeats.
+    """
 
     planned: Planned
     current: Plan | None = None
@@ -78,7 +79,8 @@ class Compared:
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
         """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, it is
-        empty."""
+        empty.
+        """
         problem, plan = self.planned.problem, self.best
         constraint = problem.constraint.but(arrival_rate_per_s=None)
         best: dict[float | None, Plan] = {}
@@ -107,7 +109,8 @@ def compare(
     Raises:
         InputError: a name is not known, or the current deployment cannot serve the same requests as the plans.
         InfeasibleError: no schedule keeps the constraint.
-        MachineError: this machine cannot be profiled."""
+        MachineError: this machine cannot be profiled.
+    """
     if variables and current is None:
         raise InputError("variables", ", ".join(variables), "they need `current`")
     if current is None:

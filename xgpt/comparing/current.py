@@ -39,7 +39,8 @@ class CurrentEngine:
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
         mixes: whether a step may both encode and decode. None means the engine's default.
-        command: what starts the engine, with its variables, whatever launches it (a container, a pod)."""
+        command: what starts the engine, with its variables, whatever launches it (a container, a pod).
+    """
 
     tp_degree: int
     num_stages: int
@@ -74,7 +75,8 @@ class CurrentEngine:
 
     def step_tokens(self, context: int) -> int:
         """Return the largest number of tokens in a step. If prompts are not chunked, this is at least the longest
-        request."""
+        request.
+        """
         longest = 0 if self.cuts_prompts else self.max_model_len or context
         return max(self.max_num_batched_tokens, longest)
 
@@ -100,7 +102,8 @@ class CurrentEngine:
 
 def is_model(served: str, name: str) -> bool:
     """Return whether the model `served` may be the model `name`: whether `served` contains all words and numbers of
-    `name`."""
+    `name`.
+    """
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 
@@ -109,7 +112,8 @@ def check_model(current: CurrentEngine, name: str) -> None:
     """Check that a command names the model of the plans, if it names a model by its Hub id.
 
     Raises:
-        InputError: the command names another model. (A path, or a name without an owner, may be any model.)"""
+        InputError: the command names another model. (A path, or a name without an owner, may be any model.)
+    """
     served = current.model or ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", served) and not is_model(served, name):
         raise InputError("current", served, f"the plans are for {name}: give `model={served}` and its `config`")
@@ -119,13 +123,15 @@ ASSUMED: dict[SpeculativeMethod, float] = {"mtp": 0.8, "eagle": 0.6, "eagle3": 0
 """Assumed probability that a draft token is accepted if all earlier ones are. mtp: DeepSeek-V3 reports 85 to 90% for
 the second token (arXiv 2412.19437 sec. 5.4.3). eagle: 0.59 to 0.66 with 2 to 7 draft tokens for Llama-3.1-8B in vLLM
 (github vllm-project/vllm issue 20780), and 0.53 to 0.7 with 2 draft tokens of EAGLE-3 for Qwen3 (github
-Tencent/AngelSlim)."""
+Tencent/AngelSlim).
+"""
 WITHOUT = "leave drafts out to compare the command without them"
 
 
 class Drafts(NamedTuple):
     """An engine's speculative decoding: the method, the number of draft tokens in a step, and the draft's checkpoint
-    (None: the draft needs no separate checkpoint)."""
+    (None: the draft needs no separate checkpoint).
+    """
 
     method: SpeculativeMethod
     tokens: int
@@ -136,7 +142,8 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     """Return the settings of speculative decoding in a `vllm serve` command, or None if the command uses no drafts.
 
     Raises:
-        InputError: the flags cannot be read, or xgpt does not score drafts of this kind."""
+        InputError: the flags cannot be read, or xgpt does not score drafts of this kind.
+    """
     parts = _parts(given)
     if not parts:
         return None
@@ -176,7 +183,8 @@ def sglang_drafts(given: Given) -> Drafts | None:
     """Return the settings of speculative decoding in an SGLang command, or None if the command uses no drafts.
 
     Raises:
-        InputError: xgpt does not score drafts of this kind, or the drafts have branches."""
+        InputError: xgpt does not score drafts of this kind, or the drafts have branches.
+    """
     algorithm = given.get("speculative-algorithm")
     if algorithm is None:
         return None
@@ -202,7 +210,8 @@ def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str
     """Return the request with the command's draft added, and a line of text about the draft's acceptance.
 
     Raises:
-        InputError: the request names another draft, or the acceptance of the draft is not known."""
+        InputError: the request names another draft, or the acceptance of the draft is not known.
+    """
     if request.speculative not in (None, drafts.method):
         accepted = f"plans must use the draft of the command: give {drafts.method}, or leave it out"
         raise InputError("speculative", request.speculative, accepted)

@@ -1,5 +1,6 @@
 """Read an engine's command line as the engine does. Flags may be prefixes or negations, or contain underscores, and
-config files may give them."""
+config files may give them.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ VARIABLE = "it is a shell variable: write its value, or give it with --set NAME=
 
 Given = dict[str, str]
 """Values of flags by the flags' long names. A value is a text. It is "yes" or "no" for a switch, and JSON for a value
-given in parts."""
+given in parts.
+"""
 
 
 @cache
 def tables() -> dict[str, Any]:
     """Return versions, flags, aliases and quantisations of released engines, whose file `python -m tools.make_flags`
-    writes, and xgpt's verdicts on them."""
+    writes, and xgpt's verdicts on them.
+    """
     here = Path(__file__).parent
     (verdicts,) = read_yaml((here / "verdicts.yaml").read_text(encoding="utf-8"))
     return verdicts | json.loads((here / "engine_flags.json").read_text(encoding="utf-8"))
@@ -46,7 +49,8 @@ def verdicts(engine: str, verdict: str) -> dict[str, tuple[str, Any]]:
     xgpt does not score: for each, the reason and the values without effect, or the fields of its value that change it.
 
     Args:
-        verdict: refused, or noted for flags that change speed a little."""
+        verdict: refused, or noted for flags that change speed a little.
+    """
     rows = tables()[verdict].get(engine, {}).items()
     flags = ((why, each if isinstance(each, dict) else {key: ["no"] for key in each}) for why, each in rows)
     return {name: (why, values) for why, each in flags for name, values in each.items()}
@@ -62,7 +66,8 @@ class FlagTable:
             form), value, optional or many.
         aliases: other names of flags, with dashes.
         abbreviates: whether the engine accepts an unambiguous prefix of a flag, as argparse does.
-        earlier: the same as `takes`, for flags that only earlier versions have."""
+        earlier: the same as `takes`, for flags that only earlier versions have.
+    """
 
     engine: str
     takes: Mapping[str, str]
@@ -83,7 +88,8 @@ class FlagTable:
         value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`.
 
         Raises:
-            InputError: a flag is not known, or the value of a flag is missing."""
+            InputError: a flag is not known, or the value of a flag is missing.
+        """
         given: Given = {}
         free: list[str] = []
         at = 0
@@ -129,7 +135,8 @@ class FlagTable:
         Raises:
             InputError: there is no such flag, or an abbreviation is ambiguous. For an unknown flag, the message
                 suggests the closest one if any is close. It suggests a flag that begins with `--no-` or `--disable-`
-                only for a word that begins so, too."""
+                only for a word that begins so, too.
+        """
         word = word.replace("_", "-")
         names = self._names()
         if word in names:
@@ -154,7 +161,8 @@ class FlagTable:
         """Return the flags in a YAML file, as `vllm serve --config` reads the file.
 
         Raises:
-            InputError: the file contains something else, or refers to another file."""
+            InputError: the file contains something else, or refers to another file.
+        """
         data = load_yaml(Path(path), "current: --config")
         if not isinstance(data, dict):
             raise InputError("current: --config", path, "it must contain flags as a YAML mapping (`flag: value`)")
@@ -200,7 +208,8 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
     """Return the value of a flag, or its default.
 
     Raises:
-        InputError: the value cannot be read."""
+        InputError: the value cannot be read.
+    """
     if name not in given:
         return default
     if given[name].startswith("$"):
@@ -215,7 +224,8 @@ def judge(given: Given, engine: str) -> list[str]:
     """Return a note for each kind of flags that change speed a little and no sizes, which xgpt does not score.
 
     Raises:
-        InputError: a flag changes speed or memory in another way that xgpt does not score."""
+        InputError: a flag changes speed or memory in another way that xgpt does not score.
+    """
     refused, noted = verdicts(engine, "refused"), verdicts(engine, "noted")
     said: dict[str, list[str]] = {}
     for name, text in given.items():
@@ -264,7 +274,8 @@ def types_of(
         dtypes: data types by the engine's names.
 
     Raises:
-        InputError: a data type or the quantisation is not known."""
+        InputError: a data type or the quantisation is not known.
+    """
     kv_names, weights_names = tables()["eight_bit_kv"][engine], tables()["eight_bit_weights"][engine]
     weights = value_of(given, "quantization", str, "") or None
     kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")

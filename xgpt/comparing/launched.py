@@ -57,7 +57,8 @@ class Launched:
     Attributes:
         words: the arguments after the program's name.
         image: the container's image, or "".
-        devices: number of devices that the manifest requests, or None if the manifest does not state it."""
+        devices: number of devices that the manifest requests, or None if the manifest does not state it.
+    """
 
     engine: Engine
     words: list[str]
@@ -87,7 +88,8 @@ def find_engine(text: str, variables: Mapping[str, str] = NONE_SET) -> Launched:
         variables: values of shell variables that the text does not set.
 
     Raises:
-        InputError: `text` starts no engine, or several different engines."""
+        InputError: `text` starts no engine, or several different engines.
+    """
     text = text.strip()
     if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and os.path.isfile(text):
         text = read_text(Path(text), "current")
@@ -194,7 +196,8 @@ def _marked(line: str, quote: str = "") -> tuple[str, str]:
     """Return a line with each "$" between quotes as `QUOTED`, and the quote that is open after it.
 
     Args:
-        quote: the quote that is open before it."""
+        quote: the quote that is open before it.
+    """
     at, parts = 0, list[str]()
     while found := QUOTES[quote].search(line, at):
         parts += [line[at : found.start()].replace("$", QUOTED if quote else "$"), found[0]]
@@ -439,7 +442,8 @@ def read_current(text: str, cluster: ClusterSpec, variables: Mapping[str, str] =
 
     Raises:
         InputError: `text` starts no engine that xgpt scores, the engine does not know a flag, or xgpt does not score a
-            flag's effect."""
+            flag's effect.
+    """
     launched = find_engine(text, variables)
     current = READERS[launched.engine](launched.words, cluster)
     notes = (*current.notes, *_device_note(current, launched), *_environment_note(launched))

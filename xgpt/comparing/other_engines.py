@@ -23,7 +23,8 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `python -m sglang.launch_server` starts with these words.
 
     Raises:
-        InputError: SGLang does not know a flag or its value, or xgpt does not score the flag's effect."""
+        InputError: SGLang does not know a flag or its value, or xgpt does not score the flag's effect.
+    """
     given, free = SGLANG.read(words)
     if "config" in given:
         given = SGLANG.read_config(given.pop("config")) | given
@@ -88,7 +89,8 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `trtllm-serve` starts with these words.
 
     Raises:
-        InputError: TensorRT-LLM does not know an option or its value, or xgpt does not score the option's effect."""
+        InputError: TensorRT-LLM does not know an option or its value, or xgpt does not score the option's effect.
+    """
     given, free = TENSORRT_LLM.read(words)
     judge(given, "tensorrt-llm")
     requests = value_of(given, "max-batch-size", count, TENSORRT_REQUESTS)

@@ -16,7 +16,8 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load
 
     Args:
         best: the plan with which to compare the deployment.
-        running: the problem with the deployment's engine and data types."""
+        running: the problem with the deployment's engine and data types.
+    """
     late = load.late(current, running.profile)
     if load.log is None or late is None or not late.any():
         return []

@@ -35,7 +35,8 @@ def runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
 
 def kept_options(current: CurrentEngine, engine: EngineSpec) -> Given:
     """Return the options of a deployment's command that a plan's command for an engine repeats: none for another
-    engine, and none that the newest version no longer has."""
+    engine, and none that the newest version no longer has.
+    """
     if not runs_in(current, engine):
         return {}
     is_newest = engine.version == load_engine(current.framework).version
@@ -60,7 +61,8 @@ class Deployed(NamedTuple):
 
     Attributes:
         engine: the engine with the command's settings. None on CPUs means the engine of the profile.
-        step_tokens: largest number of tokens in a step."""
+        step_tokens: largest number of tokens in a step.
+    """
 
     scheduler: Scheduler
     placement: Placement
@@ -84,7 +86,8 @@ class Deployed(NamedTuple):
     @property
     def mean_running(self) -> float:
         """Mean number of running requests while others wait: requests enter as long as blocks are free. Simulations
-        with this limit serve as many requests as without a limit, within 0.5%."""
+        with this limit serve as many requests as without a limit, within 0.5%.
+        """
         limits, lengths = self.space.limits, self.space.lengths
         blocks, each = limits.memory.blocks_beside(np.asarray([self.step_tokens])), limits.memory.request_blocks
         law = RequestBlocks.of(lengths, limits.block_size, limits.kv, request_blocks=each, on_average=True)
@@ -102,7 +105,8 @@ def deployed(problem: Problem, current: CurrentEngine) -> Deployed:
 
     Raises:
         InputError: the cluster has no such placement for the model.
-        InfeasibleError: the model does not fit on the devices."""
+        InfeasibleError: the model does not fit on the devices.
+    """
     if current.drafts is None:
         problem = replace(problem, speculation=None)
     if current.text_only:
@@ -156,7 +160,8 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
     Raises:
         InputError: as in `check_current`, or the engine uses drafts with pipeline stages.
-        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request."""
+        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request.
+    """
     check_current(problem, current, longest)
     if current.drafts is not None and current.num_stages > 1:
         raise InputError("current", f"{current.num_stages} stages", "xgpt scores drafts only without pipeline stages")
@@ -198,7 +203,8 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
     Raises:
         InputError: the deployment needs too many devices, serves another model, has data types without step times or a
-            division of experts that cannot be scored, or rejects requests of the workload."""
+            division of experts that cannot be scored, or rejects requests of the workload.
+    """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)
     if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":

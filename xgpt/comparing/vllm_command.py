@@ -1,5 +1,6 @@
 """Read the settings of a deployment from a `vllm serve` command. Flags that change speed or memory in a way that xgpt
-does not score are errors."""
+does not score are errors.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `vllm serve` starts with these words.
 
     Raises:
-        InputError: vLLM does not know a flag or its value, or xgpt does not score the flag's effect."""
+        InputError: vLLM does not know a flag or its value, or xgpt does not score the flag's effect.
+    """
     if "--omni" in words:
         accepted = (
             "vLLM-Omni serves images, sound or video, which xgpt does not score: leave the flag out, or give a text "

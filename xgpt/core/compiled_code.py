@@ -2,7 +2,8 @@
 sources.
 
 By default, numba recompiles a function only if the function's own file has changed. So after a change of a called
-function in another file, outdated code would stay in use."""
+function in another file, outdated code would stay in use.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _directory() -> Path:
     """Return the directory for this state of the sources, after making it writable only for its owner.
 
     Code in this directory is executed. So return `NOWHERE` if the directory, or one of its parents in the cache,
-    belongs to a user other than this one or root."""
+    belongs to a user other than this one or root.
+    """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):
         if not folder.exists():

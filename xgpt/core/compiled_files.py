@@ -1,7 +1,8 @@
 """Load numba's compiled code from disk, but never from another user's files. Replace damaged files.
 
 numba unpickles the files that it finds, and unpickling runs code. `compiled_code.set_directory` makes numba import this
-module when it first searches for compiled code. From then on, numba compiles as `Library` describes."""
+module when it first searches for compiled code. From then on, numba compiles as `Library` describes.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ REPLACED = (
 """Methods of numba that this module needs. A version of numba that lacks one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
 """Part of the name of each function that is the body of a parallel loop. Only the function that contains the loop calls
-its body."""
+its body.
+"""
 _set_env = codegen.JITCPUCodegen.set_env
 
 
@@ -86,7 +88,8 @@ class Library(codegen.JITCodeLibrary):
     By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
     that it calls. So a helper function four levels below the one that Python calls is optimised and emitted four times,
     and only the last copy runs. Here, a function is first linked into its callers, and then optimised together with
-    them."""
+    them.
+    """
 
     _is_emitted = False
 
@@ -112,7 +115,8 @@ class Library(codegen.JITCodeLibrary):
 
     def get_pointer_to_function(self, name: str) -> int:
         """Return the address of a function, or 0 for the body of a parallel loop and for a function that this code
-        lacks."""
+        lacks.
+        """
         self._ensure_finalized()
         if LOOP_BODY in name:
             return 0

@@ -11,7 +11,8 @@ import yaml
 MOST_NESTED = 100
 MOST_NODES = 250_000
 """A YAML stream may have this many values after each alias is replaced by what it stands for. 64 characters of a text
-count as another value."""
+count as another value.
+"""
 MOST_YAML = 1 << 24
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BROKEN = (ValueError, KeyError, IndexError, TypeError, AttributeError)
@@ -26,7 +27,8 @@ def read_json(text: str | bytes, number: Callable[[str], Any] | None = None) -> 
 
     Raises:
         ValueError: the text is not JSON.
-        Excess: its values nest too deeply."""
+        Excess: its values nest too deeply.
+    """
     try:
         value = json.loads(text, parse_int=number, parse_float=number)
     except RecursionError:
@@ -54,7 +56,8 @@ def read_yaml(text: str) -> list[Any]:
 
     Raises:
         ValueError: the text is not YAML. The message is one line.
-        Excess: its values nest too deeply or contain themselves, or are too many."""
+        Excess: its values nest too deeply or contain themselves, or are too many.
+    """
     if len(text) > MOST_YAML:
         raise Excess(f"it has over {MOST_YAML >> 20} million characters")
     try:

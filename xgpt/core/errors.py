@@ -3,7 +3,8 @@
 XgptError (4: a defect of this program)
 ├── InfeasibleError (1: nothing meets the bound)
 ├── InputError      (2: a mistake in the user's input: field, value, what is accepted)
-└── MachineError    (3: this machine cannot do it: devices, memory, port)"""
+└── MachineError    (3: this machine cannot do it: devices, memory, port)
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class InfeasibleError(XgptError):
     Attributes:
         reason: the message as a sentence without options, or "".
         because: an end for the message that says what takes the time, or "".
-        warnings: reasons why some schedule might meet the constraint after all, one sentence each."""
+        warnings: reasons why some schedule might meet the constraint after all, one sentence each.
+    """
 
     exit_code = 1
 
@@ -96,7 +98,8 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     "" if none is similar.
 
     Args:
-        cutoff: least similarity, from 0 to 1 (see `difflib.get_close_matches`)."""
+        cutoff: least similarity, from 0 to 1 (see `difflib.get_close_matches`).
+    """
     if len(name) > MAX_SHOWN:  # comparing long names takes much time, and ten times their memory
         return ""
     known = list(known)
@@ -106,7 +109,8 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return up to `most` known names: first those with the same parts in any order, such as 8xh100 and h100x8, then
-    those that begin with `name`, then similar ones."""
+    those that begin with `name`, then similar ones.
+    """
 
     def parts(text: str) -> list[str]:
         return sorted(re.findall(r"[a-z]+\d+[a-z]?|\d+|[a-z]+", text.lower().replace("x", " ")))

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 LARGEST = 4e18
 """Largest number that a file may contain. With this limit, sums and products of numbers stay finite and fit into 64
-bits."""
+bits.
+"""
 ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
@@ -61,7 +62,8 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
         field: name of the argument, for errors. None means the singular of `kind`.
 
     Raises:
-        InputError: there is neither a shipped config nor a file of this name. The message suggests names."""
+        InputError: there is neither a shipped config nor a file of this name. The message suggests names.
+    """
     shipped = configs_dir() / kind / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
         return shipped
@@ -88,7 +90,8 @@ def parse(data: Any, type_: type[T], field: str) -> T:
     """Return `data`, validated as `type_`. Errors call the data `field`.
 
     Raises:
-        InputError: `data` is not valid. The message states the first mistake, in one line."""
+        InputError: `data` is not valid. The message states the first mistake, in one line.
+    """
     try:
         return type_.model_validate(data)
     except ValidationError as error:
@@ -99,7 +102,8 @@ def load_cluster_yaml(path: Path) -> Any:
     """Return a cluster's document. If the document names a device, the name is replaced by the device's document.
 
     Raises:
-        InputError: a file is missing, unreadable or not YAML, or there is no such device."""
+        InputError: a file is missing, unreadable or not YAML, or there is no such device.
+    """
     data = load_yaml(path, "cluster")
     if isinstance(data, dict) and isinstance(data.get("device"), str):
         data["device"] = load_yaml(find_config("devices", data["device"]), "device")
@@ -115,7 +119,8 @@ def open_input(path: Path) -> BinaryIO:
     """Open a file of the user's for reading. A pipe to which nothing is written does not block the command.
 
     Raises:
-        OSError: the file cannot be opened."""
+        OSError: the file cannot be opened.
+    """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if stat.S_ISFIFO(os.fstat(number).st_mode) and not select.select([number], [], [], PIPE_S)[0]:
@@ -131,7 +136,8 @@ def read_text(path: Path, field: str) -> str:
     """Return the text of a file of settings.
 
     Raises:
-        InputError: the file is missing, unreadable, no text, or too large."""
+        InputError: the file is missing, unreadable, no text, or too large.
+    """
     try:
         with open_input(path) as file:
             data = file.read(MOST_BYTES + 1)
@@ -172,7 +178,8 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     """Return the content of one of xgpt's JSON files. Errors call the file's content `field`.
 
     Raises:
-        InputError: the file is missing, not JSON, of another kind or schema version, or invalid."""
+        InputError: the file is missing, not JSON, of another kind or schema version, or invalid.
+    """
 
     def number(text: str) -> float:
         value = float(text) if set(text) & set(".eE") else int(text)
@@ -211,7 +218,8 @@ def dump_json(value: BaseModel) -> str:
     """Return the JSON text of a value, after checking that it can be read back.
 
     Raises:
-        XgptError: the value is not valid, which `Frozen.but` does not check. The message names the wrong field."""
+        XgptError: the value is not valid, which `Frozen.but` does not check. The message names the wrong field.
+    """
     text = value.model_dump_json(indent=1) + "\n"
     try:
         type(value).model_validate_json(text)
@@ -229,7 +237,8 @@ def sha256(value: BaseModel) -> str:
 def file_sha256(path: Path) -> str | None:
     """Return the `sha256` of the value in a JSON file, or None if the file cannot be read.
 
-    The file may be from any version of xgpt. In a version with other fields, the same value has another hash."""
+    The file may be from any version of xgpt. In a version with other fields, the same value has another hash.
+    """
     try:
         return hashlib.sha256(to_json(read_json(path.read_bytes()))).hexdigest()
     except (OSError, ValueError):
@@ -247,7 +256,8 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a text to a file atomically: at any time the file has all of the text or its old content.
 
     Raises:
-        MachineError: the file cannot be written."""
+        MachineError: the file cannot be written.
+    """
     try:
         make_parents(path)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -270,7 +280,8 @@ class StepLogWriter:
     file stays locked until `close`, so that no other server writes to it.
 
     Attributes:
-        num_lost: number of steps that were not written, or may not have been since the last flush."""
+        num_lost: number of steps that were not written, or may not have been since the last flush.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

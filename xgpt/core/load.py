@@ -1,6 +1,7 @@
 """The load of a log: all its requests, as they are or grown, in windows of time.
 
-A verdict on a log is a verdict on its windows: a fleet that keeps its bounds on average may break them every noon."""
+A verdict on a log is a verdict on its windows: a fleet that keeps its bounds on average may break them every noon.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from xgpt.core.workload import TraceLengths, binned
 
 WINDOWS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86_400.0)
 """Lengths of windows. A log has windows of the shortest length with which there are at most `MOST_WINDOWS`, and
-`LEAST_MEAN` requests in the mean window."""
+`LEAST_MEAN` requests in the mean window.
+"""
 MOST_WINDOWS, LEAST_MEAN = 200, 50
 LEAST_REQUESTS = 20
 """A window with fewer requests is never the worst or the busiest, since its figures are mostly chance."""
@@ -26,14 +28,16 @@ DEVIATIONS = 3.0
 """A window breaks its bounds if its share is lower than required by more than so many standard deviations."""
 APART_S = 60.0
 """A copy of a request, where the load has grown, arrives within this time of it: other users do not come at the same
-moment, but at the same time of day."""
+moment, but at the same time of day.
+"""
 
 
 class Growth(NamedTuple):
     """How a load differs from its log.
 
     Attributes:
-        rate: factor on the number of requests. The time of day at which they arrive does not change."""
+        rate: factor on the number of requests. The time of day at which they arrive does not change.
+    """
 
     rate: float = 1.0
     outputs: float = 1.0
@@ -79,7 +83,8 @@ class Window(NamedTuple):
 
     Attributes:
         name: the window in words, such as "12:15 to 12:30" (UTC) or, from its start, "+12:15 to +12:30".
-        first, end: the requests that arrive in it, as a half-open range."""
+        first, end: the requests that arrive in it, as a half-open range.
+    """
 
     name: str
     start_s: float
@@ -100,7 +105,8 @@ class KeptByWindow(NamedTuple):
     """Which share of a load's requests keep the bounds.
 
     Attributes:
-        worst: the window with the smallest share. None means that the load has no windows."""
+        worst: the window with the smallest share. None means that the load has no windows.
+    """
 
     share: float
     worst: Window | None = None
@@ -110,7 +116,8 @@ class KeptByWindow(NamedTuple):
 
     def holds(self, quantile: float) -> bool:
         """Return whether the required share of requests keeps the bounds, of all requests and in each window. A window
-        may miss it by what chance allows."""
+        may miss it by what chance allows.
+        """
         windows = zip(self.by_window, self.counts, strict=True)
         allowed = DEVIATIONS * (quantile * (1 - quantile)) ** 0.5
         return self.share >= quantile and all(
@@ -136,7 +143,8 @@ class LogLoad:
         """Return the load of a log.
 
         Raises:
-            InputError: its rate cannot grow, since the log has no times."""
+            InputError: its rate cannot grow, since the log has no times.
+        """
         if growth.rate != 1 and log.timestamp_s is None:
             raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
         return cls(name, growth.trace(log._replace(sessions=None)), growth)
@@ -207,7 +215,8 @@ class LogLoad:
         """Return the shares of requests that keep the bounds, of the whole load and by window.
 
         Args:
-            is_kept: whether each request keeps the bounds. # [requests]"""
+            is_kept: whether each request keeps the bounds. # [requests]
+        """
         share = float(np.mean(is_kept))
         shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in self.windows if each.num_requests}
         counted = [each for each in self._counted if each in shares]

@@ -32,7 +32,8 @@ def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> Cluster
 
     Raises:
         MachineError: the machine has fewer GPUs or cores than `num_devices`, has GPUs of several kinds, or does not
-            state its memory."""
+            state its memory.
+    """
     return _detect_gpus(num_devices) or _detect_cpu(num_devices, root)
 
 
@@ -158,7 +159,8 @@ def _cpu_model(root: Path) -> str:
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
     """Return the directories of this process's cgroup and its parents (cgroup versions 1 and 2), which may state
-    limits."""
+    limits.
+    """
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -29,7 +29,8 @@ def split_address(text: str, port: int | None = None) -> tuple[str, int]:
         port: the default port. None means that the address must state its port.
 
     Raises:
-        ValueError: the text is not such an address."""
+        ValueError: the text is not such an address.
+    """
     is_bare = text.count(":") > 1 and not text.startswith("[")
     parts = urlsplit(f"//[{text}]" if is_bare else f"//{text}")
     host, number = parts.hostname, port if parts.port is None else parts.port
@@ -60,7 +61,8 @@ def reach(address: str) -> None:
 
     Raises:
         OSError: nothing listens at the address, or the connection takes too long.
-        ValueError: the address has no port."""
+        ValueError: the address has no port.
+    """
     socket.create_connection(split_address(address), CONNECT_S).close()
 
 
@@ -69,7 +71,8 @@ def listen_towards(host: str, port: int) -> socket.socket:
 
     Raises:
         MachineError: there is no route, or `host` does not resolve.
-        OSError: the port is taken."""
+        OSError: the port is taken.
+    """
     address = address_towards(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family)
@@ -79,7 +82,8 @@ def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str
     """Return this machine's address on the route to `host`.
 
     Args:
-        named_within_s: seconds for which to retry if `host` does not resolve yet, for example while a pod starts."""
+        named_within_s: seconds for which to retry if `host` does not resolve yet, for example while a pod starts.
+    """
     until = time.monotonic() + named_within_s
     while True:
         try:

@@ -1,5 +1,6 @@
 """Read numbers only in their usual notation. Python's own functions also accept 1_0, nan and digits of other
-alphabets."""
+alphabets.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A command may replace a file only if xgpt wrote the file and nothing has changed it since. A plan.json shows this by
 itself (`Plan.is_as_written`). For each other file, the cache directory has a record: the SHA-256 of its bytes, under a
-hash of its path. A file without a record, or with other bytes, counts as the user's."""
+hash of its path. A file without a record, or with other bytes, counts as the user's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class OutputFile:
 
     Args:
         force: whether to overwrite the user's files and files that the command reads.
-        inputs: paths that the command reads. Paths that are not files are ignored."""
+        inputs: paths that the command reads. Paths that are not files are ignored.
+    """
 
     def __init__(self, path: Path, field: str = "output", *, force: bool = False, inputs: Iterable[str] = ()) -> None:
         self.path = path
@@ -40,7 +42,8 @@ class OutputFile:
 
         Raises:
             InputError: the same command reads the file, xgpt did not write it, or it was changed since.
-            MachineError: the file cannot be written."""
+            MachineError: the file cannot be written.
+        """
         check_writable(self.path)
         if self._force or not self.path.is_file():
             return
@@ -58,7 +61,8 @@ class OutputFile:
 
         Raises:
             InputError: see `check`. The file may have appeared after the last check.
-            MachineError: the file cannot be written."""
+            MachineError: the file cannot be written.
+        """
         self.check(text)
         if self.path.exists() and not self.path.is_file():  # a pipe or a device
             try:
@@ -94,7 +98,8 @@ class OutputFile:
 def check_step_log(path: Path, *, force: bool = False) -> None:
     """Check that a step log would not replace another kind of file.
 
-    A log has no record, since it grows until its server ends, perhaps by a signal."""
+    A log has no record, since it grows until its server ends, perhaps by a signal.
+    """
     check_writable(path)
     if force or not path.is_file():
         return

@@ -23,7 +23,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 def run_module(module: str) -> tuple[str, ...]:
     """Return the command that runs a module. It looks for no module in the current directory, which may be a
-    stranger's checkpoint."""
+    stranger's checkpoint.
+    """
     return sys.executable, "-P", "-m", module
 
 
@@ -31,7 +32,8 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
     """On Linux, make the kernel send this process a signal when the thread that started it ends.
 
     Args:
-        parent: id of the parent process. If it has already ended, this process exits at once."""
+        parent: id of the parent process. If it has already ended, this process exits at once.
+    """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
@@ -65,7 +67,8 @@ def is_at_work(process: int) -> bool:
     """Return whether a thread of a process runs, or waits for a core or a disk. Always False except on Linux.
 
     A process at work may fail to report that it is alive, because cores are busy or one of its threads holds the
-    interpreter's lock. A process that was stopped (SIGSTOP) is not at work."""
+    interpreter's lock. A process that was stopped (SIGSTOP) is not at work.
+    """
     return bool(_states(process) & {"R", "D"})
 
 
@@ -112,7 +115,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
     """Add the present time to `failures_s`, and return whether more than `most` failures are from the last `period_s`
-    seconds."""
+    seconds.
+    """
     now_s = time.monotonic()
     failures_s[:] = [*(then_s for then_s in failures_s if now_s - then_s < period_s), now_s]
     return len(failures_s) > most

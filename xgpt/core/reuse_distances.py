@@ -2,7 +2,8 @@
 
 In an LRU cache, a request finds a block of an earlier request unless the blocks used in between fill the cache. A
 block's reuse distance is the number of distinct blocks used in between. It equals a number of inversions, so one pass
-computes all distances. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970."""
+computes all distances. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ReuseCurve:
     A request finds only a prefix of its blocks.
 
     Args:
-        inside: number of requests that run when a request enters. Their outputs are not cached yet."""
+        inside: number of requests that run when a request enters. Their outputs are not cached yet.
+    """
 
     def __init__(self, trace: TraceLengths, block_size: int, inside: float = 0.0) -> None:
         prefixes = trace.prefixes
@@ -62,7 +64,8 @@ class ReuseCurve:
 
     def sizes(self, count: int) -> Array:
         """Return at most `count` cache sizes, in tokens. From each to the next the share grows about equally, up to its
-        largest value."""
+        largest value.
+        """
         needed = np.sort(self._needed[np.isfinite(self._needed)])
         if not len(needed):
             return np.zeros(1)
@@ -73,7 +76,8 @@ class ReuseCurve:
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
     """Return for each request how many blocks of `size` tokens after its prompt's full blocks are cached when it ends.
 
-    The cache has K/V blocks of `block_size` tokens. If these are smaller than `size`, the count is rounded."""
+    The cache has K/V blocks of `block_size` tokens. If these are smaller than `size`, the count is rounded.
+    """
     kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
     return np.maximum(0, (kept + (size - 1) // 2) // size)
 
@@ -86,7 +90,8 @@ def _distances(
 
     A request uses all its blocks when it ends, from the last block of its sequence to the first. When a request begins,
     the outputs of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and
-    occupy memory until they are evicted."""
+    occupy memory until they are evicted.
+    """
     used = [id_ for prompt, output in zip(prompts, outputs, strict=True) for id_ in (prompt + output)[::-1]]
     ids = np.fromiter((0 if id_ is None else id_ for id_ in used), dtype=np.int64, count=len(used))
     known = np.flatnonzero(np.fromiter((id_ is not None for id_ in used), dtype=bool, count=len(used)))
@@ -129,7 +134,8 @@ def _greater_before(values: Ints) -> Ints:
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
     """Return for each block the greatest distance among this block and its request's earlier blocks. A block is found
-    only if all blocks before it are found."""
+    only if all blocks before it are found.
+    """
     if not len(distance):
         return distance
     # With an offset added for each request, one running maximum gives the result for all requests.

@@ -17,7 +17,8 @@ def draw_sessions(law: SessionLaw, count: int, rng: np.random.Generator) -> Trac
     """Draw `count` sessions with their subagents. Turns are in the order of their sessions, and have no times.
 
     Raises:
-        InputError: not even a first turn fits into `max_context`."""
+        InputError: not even a first turn fits into `max_context`.
+    """
     turns = _DrawnTurns(law, rng)
     for number, length in enumerate(draw(histogram(law.turns), count, rng).tolist()):
         turns.add_session(number, length)
@@ -89,7 +90,8 @@ SAMPLE_TURNS, LEAST_SESSIONS = 3000, 40
 @lru_cache(maxsize=8)
 def sample_of(law: SessionLaw, seed: int = 0) -> TraceLengths:
     """Return sessions, about `SAMPLE_TURNS` turns, that stand for a law. Plans are simulated with
-    them, and ceilings hold for them."""
+    them, and ceilings hold for them.
+    """
     turns = histogram(law.turns).mean
     if law.subagents is not None:
         turns *= 1 + law.subagents.share * histogram(law.subagents.turns).mean

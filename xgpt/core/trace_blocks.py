@@ -3,7 +3,8 @@
 In a line of a trace, `hash_ids` has the ids of the prompt's blocks of `block_size` tokens. Equal ids mean that all
 tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, has the ids of the blocks after
 the prompt's full blocks, with the rest of the prompt and the output. The next turn of a conversation shares them.
-Source: Qin et al., Mooncake, FAST 2025 (traces)."""
+Source: Qin et al., Mooncake, FAST 2025 (traces).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class TracePrefixes:
         block_size: number of tokens in a block. The last block of a request may have fewer.
         prompts: for each request, the ids of its prompt's blocks.
         outputs: for each request, the ids of the blocks after the prompt's full blocks. Empty means that no other
-            request has them."""
+            request has them.
+    """
 
     block_size: int
     prompts: tuple[tuple[int, ...], ...]
@@ -39,14 +41,16 @@ class TracePrefixes:
         """Return the keys of a prompt's full K/V blocks.
 
         A K/V block's key states the trace's block that contains its last token. So if the trace's blocks are longer
-        than K/V blocks, requests may share fewer K/V blocks than in reality."""
+        than K/V blocks, requests may share fewer K/V blocks than in reality.
+        """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
         """Return the keys of the full K/V blocks after the prompt's full ones. The last token has no K/V.
 
         If no other request has these blocks, they get unique keys. An engine caches them too, since it cannot know that
-        no request will find them."""
+        no request will find them.
+        """
         ids, first = self.outputs[request], input_length // self.block_size
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size
         if ids:
@@ -66,7 +70,8 @@ class TracePrefixes:
 
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
         """Return the keys of the K/V blocks [begin, end). `ids` has the ids of the trace's blocks from number `offset`
-        on."""
+        on.
+        """
         keys = []
         for block in range(begin, end):
             id_ = ids[((block + 1) * block_size - 1) // self.block_size - offset]

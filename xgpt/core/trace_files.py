@@ -55,7 +55,8 @@ def lines_of(path: Path, field: str, longest: int = MOST_LINE_BYTES) -> Generato
         longest: largest number of bytes of a line.
 
     Raises:
-        InputError: the file cannot be read, is not text, or exceeds a limit."""
+        InputError: the file cannot be read, is not text, or exceeds a limit.
+    """
     number = num_bytes = 0
     try:
         with open_input(path) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
@@ -99,7 +100,8 @@ def check_memory(size: int, path: Path, field: str) -> None:
 
 def head_of(path: Path, field: str, least: int = 300) -> str:
     """Return the beginning of a file, from its first character that is no white space: lines of at least `least`
-    characters, if it has so many."""
+    characters, if it has so many.
+    """
     head = ""
     with closing(lines_of(path, field, MOST_MEMORY // 3)) as lines:
         for line in lines:

@@ -22,7 +22,8 @@ POINTS = 8
 
 def read_metrics(path: Path, name: str, field: str) -> Workload:
     """Return the length histograms of a metrics page, or of a query for these metrics over time, which states how the
-    counts have grown. Lengths are spread evenly over each bucket."""
+    counts have grown. Lengths are spread evenly over each bucket.
+    """
     text = text_of(path, field)
     if text.lstrip()[:1] == "{":
         text = _grown(path, field, text)
@@ -51,7 +52,8 @@ def read_metrics(path: Path, name: str, field: str) -> Workload:
 
 def _grown(path: Path, field: str, text: str) -> str:
     """Return the answer to a Prometheus query as a metrics page: the growth of each counter over the query's time, or
-    its value if the query is for one moment."""
+    its value if the query is for one moment.
+    """
     page = []
     try:
         for series in read_json(text)["data"]["result"]:
@@ -86,7 +88,8 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 def _spread(buckets: dict[float, float]) -> Histogram:
     """Return lengths spread evenly over these buckets (cumulative counts by upper limit). Lengths above the last finite
-    limit count as this limit."""
+    limit count as this limit.
+    """
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

@@ -34,7 +34,8 @@ class Row(NamedTuple):
 
     Attributes:
         has_failed: whether the HTTP status is an error (400 to 599).
-        fields: all fields, if the row is a JSON object. In CSV, only the names are known."""
+        fields: all fields, if the row is a JSON object. In CSV, only the names are known.
+    """
 
     where: str
     input: object
@@ -72,7 +73,8 @@ def read_rows(path: Path, field: str, opened: ExitStack) -> TraceRows:
 
     Raises:
         InputError: the trace is in no known format. The message names the file, and the line if possible. Also raised
-            while rows are read."""
+            while rows are read.
+    """
     head = head_of(path, field)
     first = head.splitlines()[0] if head else ""
     if is_metrics(head):
@@ -318,7 +320,8 @@ def _is_value(role: Role, text: str) -> bool:
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of fields at any depth, outer objects first. An object with a `value` counts as this
-    value."""
+    value.
+    """
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []

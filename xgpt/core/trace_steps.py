@@ -28,7 +28,8 @@ def requests_of(path: Path) -> Iterator[dict[str, object]]:
     """Yield the requests that ended, in Mooncake's format if the server shares prompts.
 
     Raises:
-        InputError: a line is no step."""
+        InputError: a line is no step.
+    """
     arrived, made, ended, said = dict[Key, Arrival](), Counter[Key](), dict[Key, None](), dict[Key, Chain]()
     try:
         steps = read_step_log(path)

@@ -57,7 +57,8 @@ class TurnRows:
         completed in place.
 
         Args:
-            times, unit_s: the rows' times as in the file, and the seconds of their unit."""
+            times, unit_s: the rows' times as in the file, and the seconds of their unit.
+        """
         after = np.asarray(self._after)
         if not len(after) or (after == FIRST).all():
             return None
@@ -93,7 +94,8 @@ class TurnRows:
 def continued(trace: TraceLengths) -> TraceLengths | None:
     """Return a trace whose rows name no sessions, with those that its blocks show, or None. The next turn is the first
     longer prompt that begins with all whole blocks of a prompt, the last of which was new there. In a session, two
-    different blocks follow it: the prompt's last one, and the next turn's. More follow a prefix that sessions share."""
+    different blocks follow it: the prompt's last one, and the next turn's. More follow a prefix that sessions share.
+    """
     assert trace.prefixes is not None
     rows, last, known, nexts = TurnRows(), dict[int, int](), set[int](), defaultdict[int, set[int]](set)
     for ids in trace.prefixes.prompts:

@@ -1,6 +1,7 @@
 """Read traces (lengths and arrival times of requests), and the histograms of traces and metrics pages.
 
-Assumptions about a file, such as the unit of its times, are logged once."""
+Assumptions about a file, such as the unit of its times, are logged once.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
 """For each unit, the time from 1970 to 2001 as a number in this unit. A larger number in a trace must be a time since
-1970."""
+1970.
+"""
 FEW_TIMES, LONG_GAP_S, MOST_RATE = 20, 100.0, 500.0
 """A unit that no column's name states is wrong if at least `FEW_TIMES` requests have times, and their mean gap would be
-longer than `LONG_GAP_S`, or more than `MOST_RATE` would arrive a second."""
+longer than `LONG_GAP_S`, or more than `MOST_RATE` would arrive a second.
+"""
 MOST_IDS = 10_000_000
 NAME_IT = "name the column timestamp_ms or timestamp_s"
 
@@ -75,7 +78,8 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
     Raises:
         InputError: the file cannot be read or contains no such requests, a value is wrong (the message states its line
             or entry), or the unit is not stated and the guess is implausible. It is implausible if the mean gap would
-            exceed `LONG_GAP_S` seconds, or if times are fractions in a format of whole milliseconds."""
+            exceed `LONG_GAP_S` seconds, or if times are fractions in a format of whole milliseconds.
+    """
     try:
         status = path.stat()
         return _read(path, field, status.st_mtime_ns, status.st_size)

@@ -1,7 +1,8 @@
 """Requests as turns of sessions: which request follows which, after what pause, and with which part of its prompt.
 
 A session is a closed loop: its next turn begins a pause after its last turn has ended. The prompt of a turn begins with
-tokens of an earlier request, so that K/V kept from there can be found again."""
+tokens of an earlier request, so that K/V kept from there can be found again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class TraceSessions:
         after: the request after whose end this one follows, or `FIRST`.
         pause_s: seconds from that end to this request. 0 for first turns.
         like: the request with whose prompt and output this prompt begins, or `FIRST`.
-        common: number of prompt tokens that are the same as in `like`."""
+        common: number of prompt tokens that are the same as in `like`.
+    """
 
     session: Ints
     after: Ints

@@ -1,7 +1,8 @@
 """Compute histograms and samples of request lengths, and arrival times. Arrivals have one rate or several stages, and
 are Poisson or bursty.
 
-Random numbers come from an explicit numpy Generator."""
+Random numbers come from an explicit numpy Generator.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class TraceLengths(NamedTuple):
         output: numbers of output tokens. # [requests]
         timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
         begin_s: time of the first request in seconds since 1970, or None if not known.
-        sessions: the sessions whose turns the requests are, or None if not known."""
+        sessions: the sessions whose turns the requests are, or None if not known.
+    """
 
     input: Ints
     output: Ints
@@ -94,7 +96,8 @@ def histogram(distribution: LengthDistribution) -> Histogram:
 
     Raises:
         InputError: min is above max, there are more than `MAX_LENGTHS` lengths, or a normal distribution has no mass
-            between min and max."""
+            between min and max.
+    """
     if isinstance(distribution, Histogram):
         return distribution
     if isinstance(distribution, Constant):
@@ -145,7 +148,8 @@ LEVELS = np.concatenate([0.0125 * np.arange(72), 0.9 + 0.01 * np.arange(8), 0.98
 
 def binned(values: ArrayLike) -> Histogram:
     """Return the histogram of observed lengths in at most a hundred bins, each at its mean length, and one for the
-    longest. The mean of all lengths is kept. Few different lengths are not binned."""
+    longest. The mean of all lengths is kept. Few different lengths are not binned.
+    """
     whole = histogram_of(values)
     if len(whole.lengths) <= len(LEVELS):
         return whole
@@ -195,7 +199,8 @@ def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: 
     short simulations can be compared.
 
     Returns:
-        Input and output lengths, each [n]."""
+        Input and output lengths, each [n].
+    """
     return (draw(workload.input, n, rng, stratified=stratified), draw(workload.output, n, rng, stratified=stratified))
 
 
@@ -226,7 +231,8 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
         cv: coefficient of variation of the gaps.
 
     Raises:
-        InputError: `rate` is not above 0 and finite, or `cv` is not above 0 and at most `LARGEST_CV`."""
+        InputError: `rate` is not above 0 and finite, or `cv` is not above 0 and at most `LARGEST_CV`.
+    """
     if not (rate > 0 and math.isfinite(rate)):
         raise InputError("arrival_rate_per_s", rate, "it must be a positive number")
     if not 0 < cv <= LARGEST_CV:
@@ -239,7 +245,8 @@ class RateStage(NamedTuple):
 
     Attributes:
         rate_per_s: mean requests a second.
-        seconds: duration of the period. None means that it never ends."""
+        seconds: duration of the period. None means that it never ends.
+    """
 
     rate_per_s: float
     seconds: float | None = None
@@ -252,7 +259,8 @@ class ArrivalProcess:
     Attributes:
         stages: one or several stages, in order. The rate of the last stage continues for ever.
         burstiness: coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals and above 1
-            for bursts."""
+            for bursts.
+    """
 
     stages: tuple[RateStage, ...]
     burstiness: float = 1.0
@@ -262,7 +270,8 @@ class ArrivalProcess:
         """Return the process with one rate, or with stages of (rate, seconds).
 
         Raises:
-            InputError: a rate or a duration is not positive and finite, or a stage other than the last has no end."""
+            InputError: a rate or a duration is not positive and finite, or a stage other than the last has no end.
+        """
         given = [(rate, None)] if isinstance(rate, int | float) else list(rate)
         stages = tuple(RateStage(*rate_stage) for rate_stage in given)
         for stage in stages:
@@ -289,7 +298,8 @@ class ArrivalProcess:
 
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
         """Return the arrival times, in seconds, of the first n requests at a server that gets a share of all requests.
-        # [n]"""
+        # [n]
+        """
         work = gamma_arrivals(1.0, n, self.burstiness, rng)
         rates = np.asarray([share * stage.rate_per_s for stage in self.stages])
         seconds = np.asarray([stage.seconds or 0.0 for stage in self.stages[:-1]])

@@ -21,7 +21,8 @@ def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> Repl
 
     A plan that keeps the bounds of the whole log and in each window stays. So does one that keeps them for clearly more
     requests than the best other plan, if neither holds the log. If a plan maximises no arrival rate, or the log cannot
-    be replayed, the rate of the busiest window decides."""
+    be replayed, the rate of the busiest window decides.
+    """
     observation, load, constraint = observe_log(plan, log), carried(log, None), plan.constraint
     is_replayed = constraint.maximises_arrivals and constraint.bounds_latency and plan.workload.sessions is None
     seen = at_load(plan, profile, load) if load is not None and is_replayed else None

@@ -42,7 +42,8 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
     whose experts vLLM would then divide.
 
     Args:
-        path: path of the plan, for xgpt's own commands."""
+        path: path of the plan, for xgpt's own commands.
+    """
     if engine_command(plan) is None:
         in_vllm = plan.engine is not None and plan.engine.framework == "vllm" and plan.cluster.device.type == "gpu"
         in_vllm |= plan.prefill_groups > 1  # only vLLM runs them
@@ -119,7 +120,8 @@ def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, por
     Args:
         kept: further options for vLLM's command, such as those of the current deployment.
         replicas: number of replicas that one command starts (vLLM, SGLang).
-        port: port on which the engine answers. None means its default, or the one in `kept`."""
+        port: port on which the engine answers. None means its default, or the one in `kept`.
+    """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings) or plan.admission.order != "fcfs":
         return None

@@ -26,7 +26,8 @@ class CarriedLoad:
     Attributes:
         rate_per_s: requests a second: as the user stated, or of the busiest window of a log.
         window: the busiest window, in words. "" means that the user stated the rate.
-        log: the whole log with its times, or None."""
+        log: the whole log with its times, or None.
+    """
 
     rate_per_s: float
     window: str = ""

@@ -2,7 +2,8 @@
 sustains a load.
 
 The error of a prediction is a pace: the factor by which steps take longer than predicted. Figures are simulated at both
-ends of the range of paces, since a bound that is kept with little margin breaks at once if steps are slower."""
+ends of the range of paces, since a bound that is kept with little margin breaks at once if steps are slower.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def is_borrowed(plan: PlanDraft) -> bool:
 
 def rate_at(plan: PlanDraft, profile: Profile, pace: float) -> float:
     """Return the highest arrival rate within the bounds if steps take `pace` times as long as predicted. A plan without
-    bounds reaches its saturated throughput."""
+    bounds reaches its saturated throughput.
+    """
     throughput = plan.estimate.throughput_rps / pace
     # The headroom allows for slower steps. Here the pace is known, so the bounds themselves must be kept.
     slowed = plan.but(constraint=plan.constraint.but(headroom=0.0)).with_estimate(throughput_rps=throughput)
@@ -78,7 +80,8 @@ def ranges_of(plan: PlanDraft, profile: Profile) -> dict[str, Any]:
     predictions are known.
 
     If the profile was fitted to a served engine, the errors are those on this machine. Otherwise they are those of
-    predictions of published measurements."""
+    predictions of published measurements.
+    """
     paces = paces_of(plan, profile)
     if paces is None:
         return {"ranges": {}, "ranges_from": {}}
@@ -121,7 +124,8 @@ def _fit_in_words(fitted: FittedLoads, plan: PlanDraft) -> str:
 
 def confidence(plan: PlanDraft, profile: Profile, load_per_s: float) -> float | None:
     """Return the probability that a plan keeps its bounds at a load, or None if the errors of its predictions are not
-    known."""
+    known.
+    """
     paces = paces_of(plan, profile)
     if paces is None:
         return None

@@ -80,7 +80,8 @@ def recommend(
         choices: clusters that were compared, the cheapest first.
         beside: the best plan of another shape, or None.
         kept: options of the present deployment's command that a new command repeats.
-        path, now_path: where the best plan and the present deployment will be written."""
+        path, now_path: where the best plan and the present deployment will be written.
+    """
 
     def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
         offer = offer_of(plan, kept, file)
@@ -183,7 +184,8 @@ def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
     """Return the gain in arrival rate.
 
     Args:
-        varied: the range of the gain per device."""
+        varied: the range of the gain per device.
+    """
     law = best.workload.sessions
     turns, what = (1.0, "requests") if law is None else (turns_of(law), "sessions")
     found = Gain(unit=f"{what}/s within the bounds", now=rate_of(now) / turns, then=rate_of(best) / turns)
@@ -219,7 +221,8 @@ def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKep
 
 def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | None, ...]:
     """Return the times of requests to the last and the first token and between tokens, and of sessions: waiting, and
-    all without pauses. None: not known."""
+    all without pauses. None: not known.
+    """
     if plan.workload.sessions is None:
         times = Trial(plan, profile).at(rate_per_s)
         return (None,) * 5 if times is None else (times.whole_s, times.ttft_s, times.tpot_s, None, None)
@@ -260,7 +263,8 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
 
 def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
     """Decide by a log that neither a candidate nor what runs now holds: for the one that keeps the bounds for clearly
-    more requests. None: no replay, or about as many."""
+    more requests. None: no replay, or about as many.
+    """
     if then.share_kept is None or now.share_kept is None or abs(then.share_kept - now.share_kept) < CLEAR:
         return None
     if then.share_kept > now.share_kept:

@@ -23,7 +23,8 @@ class Sizing:
     """Searches the best plan on each number of devices, and judges how surely it sustains a load.
 
     Args:
-        wanted: probability with which a plan must sustain the load."""
+        wanted: probability with which a plan must sustain the load.
+    """
 
     def __init__(
         self, problem: Problem, load: CarriedLoad, find: FindEach, wanted: float, progress: Progress | None = None
@@ -34,7 +35,8 @@ class Sizing:
 
     def judge(self, number: int, wanted: float) -> Judged:
         """Judge the best plan on so many devices. Among plans that are sure enough, those that measurements verify come
-        first."""
+        first.
+        """
         if self._progress is not None:
             self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
         found = own_first(self._find(replace(self.problem, max_devices=number)))

@@ -14,7 +14,8 @@ def unverified(plan: PlanDraft) -> tuple[str, ...]:
     """Return what of a plan fewer than ten published rows check (docs/results/truth.md), in words. Devices whose
     efficiency is derived from another device's are named however many rows there are.
 
-    Empty if the plan's step times were measured where it runs."""
+    Empty if the plan's step times were measured where it runs.
+    """
     if (cell := cell_of(plan)) is None:
         return ()
     found, efficiency = list[str](), plan.cluster.device.efficiency

@@ -24,7 +24,8 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
 
     Args:
         most: number of lines after which the least important sentences are left out. None means that none are.
-        end: a last sentence, such as where to read more. It is never left out."""
+        end: a last sentence, such as where to read more. It is never left out.
+    """
     said = list(_sentences(found))
     while True:
         texts = [text for _, text in said]
@@ -176,7 +177,8 @@ def load_in_words(load: AtLoad, *, is_kept_said: bool = False) -> str:
     """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
     Args:
-        is_kept_said: whether the shares of the log have been stated."""
+        is_kept_said: whether the shares of the log have been stated.
+    """
     text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
     if not load.holds and load.minute_per_s is not None:
         text += f", {load.minute_per_s:.3g}/s for a minute"
@@ -222,7 +224,8 @@ def _not_verified(unverified: tuple[str, ...]) -> str:
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
     """Return how surely each number of devices that was searched holds the load. If a number is too few, so are all
-    below the next one."""
+    below the next one.
+    """
     spans = list[tuple[int, int, str]]()
     for size, after in zip(sizes, [*sizes[1:], None], strict=True):
         words = f"in {tenths(size.confidence)}" if size.confidence else FEW
@@ -257,7 +260,8 @@ def decision_lines(
 
     Args:
         then: the plan to change to.
-        load: what the running plan keeps of the log by which it was judged."""
+        load: what the running plan keeps of the log by which it was judged.
+    """
     best = decision.best
     if then is None or best is None:
         said = [f"Keep what runs now: {decision.reason}."]

@@ -3,7 +3,8 @@
 A question contains arguments of `xgpt.plan` by name, and optionally `current`: the command of the current deployment.
 Closed forms give the first parts immediately. A simulated run follows, then the plan that `xgpt plan` would write, and
 last a comparison with the current deployment. A separate process (`python -m xgpt.exploring.explore`) answers. It
-abandons a question when a newer one arrives."""
+abandons a question when a newer one arrives.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def _runs_as(plan: Plan) -> tuple[object, ...]:
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
     """Return each policy's best plan in closed form, the best of all first. Each comes with its arrival rate, or with
-    None if plans maximise something else."""
+    None if plans maximise something else.
+    """
     found = best_of_each(search, kinds, is_closed=True)
     return {kind: (one.plan, one.closed_rate) for kind, one in found.items()}
 
@@ -229,7 +231,8 @@ def refusal(error: Exception) -> Part:
 
 class _Superseded(BaseException):
     """Raised when a newer question arrives. It is no Exception, so that no `except Exception` in the planner catches
-    it."""
+    it.
+    """
 
 
 def main() -> None:
@@ -237,7 +240,8 @@ def main() -> None:
     answer.
 
     The sender may send the signal only after it has read {"part": "ready"}. If it sends the signal, it must do so
-    before it sends the next question. Otherwise the signal could end the new answer."""
+    before it sends the next question. Otherwise the signal could end the new answer.
+    """
     is_computing = is_superseded = False
 
     def leave(*_: object) -> None:

@@ -1,7 +1,8 @@
 """Serve the planning page: an HTTP server on loopback, and a process that answers the page's questions.
 
 Any user of the machine can connect to loopback, and answers may contain private files of the user who started the
-server. So each request must contain a token. It is part of the address that `serve` reports."""
+server. So each request must contain a token. It is part of the address that `serve` reports.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def build_app(token: str) -> Starlette:
     """Return the application. It serves the page, the names of shipped configs to choose from, and the answers.
 
     Args:
-        token: the token that every request must contain, in its query or in its header X-Token."""
+        token: the token that every request must contain, in its query or in its header X-Token.
+    """
     worker = AnswerProcess()
 
     @asynccontextmanager
@@ -175,7 +177,8 @@ def build_app(token: str) -> Starlette:
 
 class _WithToken:
     """Wraps an application so that it rejects requests without the token, and forbids browsers to show the page in a
-    frame."""
+    frame.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -211,7 +214,8 @@ _HEADERS = [
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
     """Wrap a handler so that it rejects too long bodies and requests from other sites' pages.
 
-    Browsers let other sites' pages send JSON only after a preflight request, which fails here."""
+    Browsers let other sites' pages send JSON only after a preflight request, which fails here.
+    """
 
     async def checked(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":

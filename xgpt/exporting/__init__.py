@@ -1,2 +1,3 @@
 """Write the files that start a plan elsewhere: scripts, Compose files, Kubernetes objects, and deployments of Dynamo
-and llm-d."""
+and llm-d.
+"""

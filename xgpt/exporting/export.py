@@ -43,7 +43,8 @@ class Need:
 
     Attributes:
         probe: a command that succeeds if it exists.
-        remedy: a command that creates it, or a comment if only the user can."""
+        remedy: a command that creates it, or a comment if only the user can.
+    """
 
     what: str
     probe: Sequence[str]
@@ -66,7 +67,8 @@ def export(subject: Plan | FleetPlan, target: Target, monitoring: str = "monitor
         monitoring: namespace of Prometheus, which may read the pods' metrics.
 
     Raises:
-        InputError: a plan needs more memory than its devices have, or the target cannot run it."""
+        InputError: a plan needs more memory than its devices have, or the target cannot run it.
+    """
     if isinstance(subject, Plan):
         check_memory(subject)
         all_ = [replicas_of(subject, target)]
@@ -86,7 +88,8 @@ def check_memory(plan: Plan) -> None:
     """Check that by its estimate a plan fits into the memory of its devices.
 
     Raises:
-        InputError: the plan does not fit."""
+        InputError: the plan does not fit.
+    """
     device = plan.cluster.device
     usable, needed = device.memory_bytes * device.usable_memory, max(plan.estimate.memory_bytes)
     if needed > usable:
@@ -101,7 +104,8 @@ def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
     """Return the replicas of each kind of a fleet: scaled by rule and schedule where KEDA can, else the constant fleet.
 
     Raises:
-        InputError: the target cannot run a kind, or has only one kind of device."""
+        InputError: the target cannot run a kind, or has only one kind of device.
+    """
     scaling, scaled = Scaling(fleet), target in ("k8s", "llm-d")
     counts = scaling.most if scaled else fleet.constant.replicas
     used = [number for number, count in enumerate(counts) if count]

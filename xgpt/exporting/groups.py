@@ -43,7 +43,8 @@ class NodeGroup:
         role: both, prefill or decode.
         nodes: number of machines, each with `devices` devices.
         count: number of such groups in a replica.
-        command: of the machine that answers requests. Each of the others runs `follows`."""
+        command: of the machine that answers requests. Each of the others runs `follows`.
+    """
 
     role: str
     devices: int
@@ -74,7 +75,8 @@ def groups_of(plan: Plan, target: Target, scheduler: str, name: str) -> tuple[No
         name: name of the service, by which clients reach xgpt's endpoint.
 
     Raises:
-        InputError: a replica's devices do not divide evenly among machines, or its lanes need separate groups."""
+        InputError: a replica's devices do not divide evenly among machines, or its lanes need separate groups.
+    """
     if len(plan.policy.lanes) > 1 and target in ON_VLLM:
         return tuple(_lane(plan, target, lane) for lane in ROLES)
     each = plan.devices_per_replica * (plan.sharing_replicas if scheduler == "own" else 1)

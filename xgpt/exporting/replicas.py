@@ -1,7 +1,8 @@
 """Make the one input of all exports: replicas of an engine command.
 
 `EngineReplicas` says what runs (a command, by whose scheduler, on which image), how often, and on how many devices.
-Templates in configs/templates turn it into files."""
+Templates in configs/templates turn it into files.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class EngineReplicas:
         schedule: numbers of replicas over the day, as (begin, end, number) in minutes of a UTC day. Empty: no forecast.
         least: number of replicas outside the schedule.
         takes_rest: whether these replicas take the load that exceeds what the other kinds of the fleet hold.
-        lead_s, drain_s: seconds until an ordered replica serves, and until an ending one has finished its requests."""
+        lead_s, drain_s: seconds until an ordered replica serves, and until an ending one has finished its requests.
+    """
 
     plan: Plan
     target: Target
@@ -185,7 +187,8 @@ class EngineReplicas:
 
         By its defaults a request is sent five times and a replica avoided after ten failures. A lost replica has the
         least work, so that all five could go to it; with fewer failures than attempts, one reaches another replica. A
-        replica that is back counts within 5 s, not a minute or two: else the next one that leaves takes all with it."""
+        replica that is back counts within 5 s, not a minute or two: else the next one that leaves takes all with it.
+        """
         policy = "cache_aware" if self.plan.estimate.reuse is not None else "power_of_two"
         tried = ["--cb-failure-threshold", "5", "--retry-max-retries", "7", "--cb-timeout-duration-secs", "5"]
         tried += ["--health-check-interval-secs", "5", "--health-success-threshold", "1"]
@@ -207,7 +210,8 @@ def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = 
         count: number of replicas. None means the plan's.
 
     Raises:
-        InputError: the target cannot run the plan."""
+        InputError: the target cannot run the plan.
+    """
     engine_replicas = plan.replicas // plan.sharing_replicas
     scheduler = _scheduler(plan, target)
     capacity = plan.estimate.capacity
@@ -253,7 +257,8 @@ def images() -> dict[str, str]:
 def _scheduler(plan: Plan, target: Target) -> Literal["own", "xgpt"]:
     """Return whose scheduler runs a plan, after checking that there is one and that the target starts its engine.
 
-    In lanes of their own, vLLM's scheduler forms the batches: they have WAA's sizes, but not its steps."""
+    In lanes of their own, vLLM's scheduler forms the batches: they have WAA's sizes, but not its steps.
+    """
     framework = framework_of(plan)
     if target in ON_VLLM and framework != "vllm":
         others = [name for name in ("shell", "compose", "k8s") if name != "k8s" or plan.cluster.device.type == "gpu"]

@@ -1,7 +1,8 @@
 """Decide when to re-plan a running engine, and for which request lengths and pace of steps.
 
 Callers add finished requests and steps, and get an Observation when it is time to re-plan. Times are arguments and not
-read from a clock, so a server (`xrunner.server.observe.watch`) and a simulation behave in the same way."""
+read from a clock, so a server (`xrunner.server.observe.watch`) and a simulation behave in the same way.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWin
 
 LOOK_EVERY = 16
 """Request lengths are examined again after this many ended requests, or twice as many arrivals. Arrivals count too,
-since few requests end under overload."""
+since few requests end under overload.
+"""
 LOOK_INTERVAL_S = 0.5
 
 PACE_MEMORY_S = 10.0
 """After this time, the comparison of a step with its prediction has the weight 1/e. Means over shorter times are not
-representative, since the clock rate of a shared machine changes every second."""
+representative, since the clock rate of a shared machine changes every second.
+"""
 PACE_MEMORY_STEPS = 50
 ENOUGH_STEPS = 24
 STRETCH_S = 0.5
@@ -29,20 +32,23 @@ ENOUGH_STRETCHES = 4
 SURE = 2.0
 LEAST_GAIN = 0.1
 """A faster pace counts as a change if steps are shorter than planned by this share. Running slightly slow costs less
-than breaking a bound, so speed-ups need more evidence than slow-downs."""
+than breaking a bound, so speed-ups need more evidence than slow-downs.
+"""
 COMPARED_SHARE = 1 / 8
 """At least this share of all steps are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
 RISE = 1.25
 """The arrival rate counts as changed if it exceeds both the rate at the last observation and the plan's highest rate by
 this factor. The factor exceeds 1 by two relative standard errors of a rate computed from `RATE_REQUESTS` Poisson
-arrivals."""
+arrivals.
+"""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
     """Return whether steps with this `slowdown` are too slow for a plan made for the slowdown `other`, headroom
-    included."""
+    included.
+    """
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
@@ -52,7 +58,8 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
     """Return the slowdown for which to plan. This is the measured one if it is known and differs from the profile's.
-    Otherwise it is the profile's."""
+    Otherwise it is the profile's.
+    """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
     return measured
@@ -62,7 +69,8 @@ class MeasuredPace:
     """Computes the ratio of measured to predicted time over the latest steps.
 
     The ratio is the sum of measured times divided by the sum of predicted times, so that a long step counts as much as
-    several short steps."""
+    several short steps.
+    """
 
     def __init__(self) -> None:
         self._measured_s = self._predicted_s = self._num_compared = 0.0
@@ -109,7 +117,8 @@ class MeasuredPace:
     @property
     def least_ratio(self) -> float:
         """Lower confidence limit of the ratio. It is computed from the ratios of several periods, and is 0 if there are
-        too few."""
+        too few.
+        """
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
@@ -126,7 +135,8 @@ class Snapshot(NamedTuple):
     Attributes:
         requests: at least one request. Their token counts continue to grow.
         common: requests with the keys of their K/V blocks. Equal keys mean a shared prefix.
-        step_ratio, slowdown, goodput: see `Observation`."""
+        step_ratio, slowdown, goodput: see `Observation`.
+    """
 
     requests: list[Seen]
     common: list[Common]
@@ -148,7 +158,8 @@ class Snapshot(NamedTuple):
 
 class Observer:
     """Compares what an engine serves with its plan: request lengths, arrival rate, pace of steps, prefix reuse and
-    goodput."""
+    goodput.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -164,10 +175,12 @@ class Observer:
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._judged_common: list[Common] | None = None
         """The requests from which `_judged_share` was computed. None means that `_judged_share` is the plan's own
-        share."""
+        share.
+        """
         self._judged_rate_per_s = 0.0
         """The arrival rate in the last observation. If the plan maximises the rate, a higher rate leads to a new
-        observation."""
+        observation.
+        """
         self._looked_at_arrival = 0
         self._num_ended = 0
         self._looked_s = -inf
@@ -177,7 +190,8 @@ class Observer:
         """Ratio of the latest steps' times to their times in the profile. None means that too few steps have been
         compared.
 
-        A slowdown beyond the plan's headroom is returned as soon as it is significant, even after few steps."""
+        A slowdown beyond the plan's headroom is returned as soon as it is significant, even after few steps.
+        """
         ratio, spread = self.pace.ratio, self.plan.profile.spread
         is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
         return ratio * self.plan.profile.slowdown if ratio and is_known else None
@@ -188,7 +202,8 @@ class Observer:
 
     def is_due(self, now_s: float) -> bool:
         """Return whether it is time to call `look` with a new `snapshot`. If True, the time to the next examination
-        starts."""
+        starts.
+        """
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         num_arrived = self.window.num_arrived
@@ -215,7 +230,8 @@ class Observer:
         significantly.
 
         Later snapshots are compared with the returned observation, whether or not the plan changes. This method may run
-        in another thread than the other methods, but not in two threads at the same time."""
+        in another thread than the other methods, but not in two threads at the same time.
+        """
         sample = Sample.of(now.requests)
         others = self._detector.look(sample)
         slowdown, reference = now.slowdown, now.plan.profile

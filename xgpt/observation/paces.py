@@ -1,7 +1,8 @@
 """Record the pace of served loads on this machine: measured step times divided by the times in the profile.
 
 A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change the speed for
-longer than a minute. So the next load may be slower than the variation within a profile shows."""
+longer than a minute. So the next load may be slower than the variation within a profile shows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def record(plan: Plan, pace: float) -> None:
 
     Args:
         plan: the served plan. Nothing is recorded unless its profile was fitted to a served engine. Other profiles have
-            a known error."""
+            a known error.
+    """
     if SERVED not in plan.profile.provenance:
         return
     path = _path(plan.cluster.device.name, plan.profile.engine)
@@ -42,7 +44,8 @@ def usual(device: str, engine: str | None) -> tuple[float, float]:
     """Return the usual range of pace on this machine, lowest and highest, from earlier loads.
 
     The next pace is in this range with a probability of about nine tenths. If too few loads were recorded, the range is
-    that of idle virtual machines (`PACES_AT_REST`)."""
+    that of idle virtual machines (`PACES_AT_REST`).
+    """
     paces = [entry["pace"] for entry in _recent(_path(device, engine))]
     if len(paces) < ENOUGH:
         return PACES_AT_REST

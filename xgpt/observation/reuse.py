@@ -1,7 +1,8 @@
 """Observe which share of prompt tokens recent requests found in the prefix cache, and detect when this share changes.
 
 Blocks are identified by the engine's keys: salted hashes that reveal nothing about a prompt. The number of remembered
-keys is limited, however long prompts are."""
+keys is limited, however long prompts are.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Common:
     Attributes:
         left: keys of the blocks after the prompt's. These blocks stay in the cache when the request ends.
         found: number of prompt tokens that were found in the cache. None means that prefill has not begun.
-        is_warm: whether earlier requests had filled the cache when prefill began."""
+        is_warm: whether earlier requests had filled the cache when prefill began.
+    """
 
     input_length: int
     keys: Ints
@@ -91,7 +93,8 @@ class ReuseWindow:
 
 def most_kept(plan: Plan) -> int:
     """Return the largest number of K/V blocks in which a plan can cache prompts: all blocks of the smallest stage that
-    runs prefill."""
+    runs prefill.
+    """
     return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
 
 
@@ -105,7 +108,8 @@ def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None
     """Return the requests since the reused share of prompt tokens changed from `share`, or None if it has not changed
     significantly.
 
-    While the cache fills, a lower share is no change, since it will still rise."""
+    While the cache fills, a lower share is no change, since it will still rise.
+    """
     best: tuple[float, int] | None = None
     size = ENOUGH
     while size <= len(requests):
@@ -130,7 +134,8 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
     """Return the reused share of prompt tokens, observed and for other cache sizes. Return None if there are fewer than
     two requests, or if they have no keys.
 
-    For other cache sizes, the first half of the requests only fills the cache, and the second half is counted."""
+    For other cache sizes, the first half of the requests only fills the cache, and the second half is counted.
+    """
     if len(requests) < 2 or not any(len(request.keys) for request in requests):
         return None
     inputs = np.array([request.input_length for request in requests])

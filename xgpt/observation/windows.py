@@ -1,6 +1,7 @@
 """Observe the input and output lengths of a running engine's recent requests, and detect when these lengths change.
 
-No clock and no random numbers are used, so the same requests in the same order give the same result."""
+No clock and no random numbers are used, so the same requests in the same order give the same result.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ HALF_LIFE = 1024
 MIN_FINISHED = 100
 MIN_CENSORED = 25
 """Smallest number of finished requests if most requests wait or are cancelled before their first token. It is then used
-instead of `MIN_FINISHED`."""
+instead of `MIN_FINISHED`.
+"""
 RATE_REQUESTS = 64
 """The arrival rate is computed from this number of the latest requests. With fewer requests, the rate is unknown."""
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
@@ -38,10 +40,12 @@ LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 """Requests are counted between these quantiles of the planned lengths. The outer ones show changes in the tails."""
 MOST_NATS = 500.0
 """If the negative logarithm of a probability is larger than this, its asymptote is used, since the probability would be
-0 as a floating-point number."""
+0 as a floating-point number.
+"""
 CERTAIN = 1e5
 """Weight, in requests, of planned lengths that count as certain. It is so high that two requests of an unplanned length
-count as a change."""
+count as a change.
+"""
 
 
 @dataclass(slots=True)
@@ -50,7 +54,8 @@ class Seen:
 
     Attributes:
         has_ended: whether the output is complete. It stays False for a cancelled request: its full output length is
-            unknown, but is at least `generated`."""
+            unknown, but is at least `generated`.
+    """
 
     arrival_s: float
     input_length: int
@@ -79,7 +84,8 @@ class LengthWindow:
         """Return the rate of the latest arrivals, in requests per second. The rate falls while no request arrives.
 
         Arrivals are counted since the `RATE_REQUESTS`-th latest one. The counted time is at least `LEAST_RATE_S` and at
-        most `MOST_RATE_S`."""
+        most `MOST_RATE_S`.
+        """
         since_s = now_s - MOST_RATE_S
         if len(self._arrivals_s) >= RATE_REQUESTS:
             since_s = min(max(self._arrivals_s[-RATE_REQUESTS], since_s), now_s - LEAST_RATE_S)
@@ -108,7 +114,8 @@ class Sample:
     @classmethod
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """This may run while another thread counts tokens, so `has_ended` is read first. Otherwise a request could
-        count as finished with fewer tokens than it generated."""
+        count as finished with fewer tokens than it generated.
+        """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
             arrival_s=np.array([seen.arrival_s for seen in requests]),
@@ -132,7 +139,8 @@ class Sample:
     @property
     def weight(self) -> float:
         """Effective number of ended requests, given their weights, or 0 if no request has ended. Source: Kish, Survey
-        Sampling, 1965."""
+        Sampling, 1965.
+        """
         return _effective(self.weights[self.has_ended])
 
     def input_histogram(self) -> Histogram:
@@ -145,7 +153,8 @@ class Sample:
         Long outputs end last, so mainly short outputs of recent requests have ended. The product-limit estimator also
         uses running requests: it only assumes that their outputs will be longer than at present. The probability of
         lengths above the longest observed one is assigned to the longest observed one. Source: Kaplan and Meier, JASA
-        1958; Efron, 5th Berkeley Symposium, 1967 (the tail)."""
+        1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
+        """
         lengths, index = np.unique(self.outputs, return_inverse=True)
         total = np.bincount(index, self.weights, len(lengths))
         ended = np.bincount(index, self.weights * self.has_ended, len(lengths))
@@ -254,7 +263,8 @@ def surprise(
     Returns:
         The negative natural logarithm of the p-value: the probability of such a difference if nothing has changed.
             Source: Wilks, Annals of
-        Mathematical Statistics, 1938."""
+        Mathematical Statistics, 1938.
+    """
     lengths = planned.lengths
     at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
     edges = np.unique([lengths[0] - 1, *(lengths[i] for i in at), lengths[-1]])
@@ -294,7 +304,8 @@ class ChangeDetector:
 
     Args:
         weight: number of requests from which the planned lengths were computed. None means that the planned lengths
-            count as certain."""
+            count as certain.
+    """
 
     def __init__(self, planned: Workload, weight: float | None = None) -> None:
         self.planned = planned
@@ -304,7 +315,8 @@ class ChangeDetector:
         """Return the requests since the lengths changed. Return None if lengths have not changed, or if too few
         requests have ended since the change.
 
-        If the planned lengths come from few requests, all requests are returned once there are twice as many."""
+        If the planned lengths come from few requests, all requests are returned once there are twice as many.
+        """
         if whole.num_finished < MIN_CENSORED:
             return None
         most = ceil(WINDOWS_A_DOUBLING * log2(max(1.0, len(whole) / 64)))

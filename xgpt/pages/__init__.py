@@ -1,7 +1,8 @@
 """Make HTML pages from one stylesheet, one frame, and a template for each page.
 
 A page is a self-contained document: it loads no stylesheet, script or image from a network. All values in it are
-escaped."""
+escaped.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _environment() -> Environment:
 
 def render(template: str, **values: object) -> str:
     """Return a page with escaped values. `template` is the name of a file in this directory that extends
-    frame.html."""
+    frame.html.
+    """
     style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template(template).render(style=style, **values) + "\n"
 
@@ -36,7 +38,8 @@ def render_live(heading: str, warning: str | None = None) -> str:
     """Return the page of a running server. The page reads /live every two seconds, and can run no script but its own.
 
     Args:
-        warning: text at the top of the page, or None."""
+        warning: text at the top of the page, or None.
+    """
     return _render_alive("live", heading=heading, warning=warning)
 
 

@@ -1,6 +1,7 @@
 """Draw charts as SVG with matplotlib. The same input gives the same bytes.
 
-A page embeds a chart as an image (a data URL), so a chart cannot run scripts or access the page."""
+A page embeds a chart as an image (a data URL), so a chart cannot run scripts or access the page.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def timeline(
     requests in decode.
 
     Args:
-        spans: for each step its row, its first and last second, and its kind."""
+        spans: for each step its row, its first and last second, and its kind.
+    """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
         bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))

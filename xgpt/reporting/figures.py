@@ -1,5 +1,6 @@
 """Compute what a page draws: the steps of each stage, the memory use of each device, and each policy's trade-off
-between latency and throughput."""
+between latency and throughput.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GIB = 2.0**30
 
 class StepBar(NamedTuple):
     """A step of a stage: its row, its times in seconds from the timeline's left edge, and its kind (encode means
-    prefill)."""
+    prefill).
+    """
 
     row: int
     start_s: float
@@ -35,7 +37,8 @@ class TimelineFigure(NamedTuple):
     Attributes:
         rows: names of the stages, one for each row.
         decoding: for each step with decodes in the first stage: (its start in seconds from the left edge, requests in
-            decode)."""
+            decode).
+    """
 
     rows: tuple[str, ...]
     bars: tuple[StepBar, ...]
@@ -48,7 +51,8 @@ class MemoryFigure(NamedTuple):
     Attributes:
         usable: memory of a device that plans may use.
         rest: memory for weights, activations and workspace on each device.
-        kv: memory for keys and values on each device."""
+        kv: memory for keys and values on each device.
+    """
 
     usable: float
     rest: tuple[float, ...]
@@ -57,7 +61,8 @@ class MemoryFigure(NamedTuple):
 
 def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
     """Return a part from the middle of a simulated run, where the state is steady. It contains several prefill
-    steps."""
+    steps.
+    """
     spans = sorted(spans, key=lambda span: span.start_ns)
     encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
     middle = len(encodes) // 2
@@ -118,7 +123,8 @@ def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
     throughput.
 
     Schedules are evaluated on a grid of each placement's settings. Each of them is attainable, but better ones may
-    exist between grid points. Only the search proves how good a schedule is."""
+    exist between grid points. Only the search proves how good a schedule is.
+    """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
     ]

@@ -29,7 +29,8 @@ IN_EACH = {"interval": ", and for more in intervals that would break them", "day
 
 def settings_text(plan: Plan) -> str:
     """Return the values of a plan's control variables, as in "encode_batch 4, decode_iterations 9". A plan for several
-    devices also has its replicas and stages."""
+    devices also has its replicas and stages.
+    """
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
     for of_rule in (getattr(policy, name) for name in policy.tuned):
@@ -113,7 +114,8 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 def ranges_in_words(plan: Plan) -> list[str]:
     """Return a line on the likely ranges of a plan's figures, from the errors of earlier predictions, or nothing if
-    they are not known."""
+    they are not known.
+    """
     figures = {
         "rate_per_s": ("arrival rate within the bounds", "requests/s"),
         "throughput_rps": ("saturated throughput", "requests/s"),
@@ -300,7 +302,8 @@ def _shape(plan: Plan) -> str:
     """Return the replicas and the tensor-parallel degrees of stages, as in "2 x [2 1 1]" or, with WAA, "[1 1] > [2]".
 
     "[1 | 1] > [2]" has two prefill groups instead of a pipeline of two stages. "4e2" means four devices, with the
-    experts divided into two parts. "1e8" means a single device, with the experts divided among eight such devices."""
+    experts divided into two parts. "1e8" means a single device, with the experts divided among eight such devices.
+    """
     lanes = []
     for lane in ("both", "encode", "decode"):
         degrees = [
@@ -370,7 +373,8 @@ def limit_in_words(plan: Plan) -> str:
 
 def proof_in_words(plan: Plan) -> str:
     """Return a description of a plan's proof: the upper bound for other schedules, and how many points the search
-    evaluated."""
+    evaluated.
+    """
     search = plan.search
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:
@@ -390,7 +394,8 @@ def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str
     """Yield lines on speculative decoding and on the rate for each number of draft tokens.
 
     Args:
-        ahead: rates by number of draft tokens, as in `Planned.ahead`."""
+        ahead: rates by number of draft tokens, as in `Planned.ahead`.
+    """
     tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
     others = f" (requests/s by number of draft tokens: {tried})" if ahead else ""
     if plan.speculation is None:

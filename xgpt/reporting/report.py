@@ -49,7 +49,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     """Return the page as HTML that loads no other files.
 
     Raises:
-        InputError: requests of the plan's workload do not fit into the plan's memory."""
+        InputError: requests of the plan's workload do not fit into the plan's memory.
+    """
     full = plan if plan.estimate.capacity else rated(plan, profile).proven(plan.ceiling, plan.search.rival)
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)

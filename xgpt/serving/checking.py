@@ -70,7 +70,8 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
     Args:
         given: the plan's profile, or its path. None means the copy on this machine.
-        replan: whether the server re-plans. This needs the plan's profile."""
+        replan: whether the server re-plans. This needs the plan's profile.
+    """
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
     if (device := _device_here(plan)) != plan.cluster.device.name:
         lines.append(
@@ -106,7 +107,8 @@ def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> No
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: the plan is for another engine, or the checkpoint is missing, broken, or of another shape."""
+        InputError: the plan is for another engine, or the checkpoint is missing, broken, or of another shape.
+    """
     check_xgpt_runs(plan, ray)
     if ray is not None:
         from xrunner.cluster import on_ray  # Ray is an optional package
@@ -160,7 +162,8 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> N
 
 def _allocated_bytes(plan: Plan) -> list[int]:
     """Return the bytes of weights and K/V memory on each device, from the plan's blocks. An edited plan can exceed its
-    estimate. Return nothing for vLLM."""
+    estimate. Return nothing for vLLM.
+    """
     found = list[int]()
     if plan.profile.engine == "vllm":  # vLLM checks its own memory
         return found
@@ -209,7 +212,8 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 def check_own_schedule(plan: Plan, engine: EngineKind) -> None:
     """Check that xgpt's scheduler can run a plan in an engine: that it has neither drafts nor experts that replicas
-    share, and several prefill groups only in vLLM."""
+    share, and several prefill groups only in vLLM.
+    """
     if plan.prefill_groups > 1 and engine != "vllm":
         accepted = "only vLLM runs several prefill groups: serve the plan with `--engine vllm`"
         raise InputError("plan.stages", f"{plan.prefill_groups} prefill groups", accepted)
@@ -235,7 +239,8 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
 
     Raises:
         InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
-        MachineError: vLLM, devices or memory are missing."""
+        MachineError: vLLM, devices or memory are missing.
+    """
     check_runs(plan, num_nodes, engine="vllm")
     check_vllm_runs(plan)
     with package_path() as packages:

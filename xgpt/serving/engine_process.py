@@ -3,7 +3,8 @@
 FD is a socket, which is this process's end of the channel to the front (`xrunner.channel`). Standard input contains an
 `EngineOrder`. HTTP, the tokenizer, metrics and the step log are in the front. This process ends when the front closes
 the channel or ends. It ignores signals that a terminal or a service manager sends to all processes of a server, since
-the front handles them."""
+the front handles them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def build_engine(
     Raises:
         InputError: the plan is for another engine, the plan cannot be combined with `batching`, or no Ray cluster
             answers.
-        MachineError: the plan's devices are not on this machine, or not in the Ray cluster."""
+        MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
+    """
     check_engine(plan, "xgpt")
     if ray is None:
         check_devices(plan)

@@ -52,7 +52,8 @@ def running(
 
     Raises:
         InputError: the plan cannot be run in the requested way.
-        MachineError: the engine does not start."""
+        MachineError: the engine does not start.
+    """
     checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
     log_json(request.log_level)
     planner = _planner(plan, request)

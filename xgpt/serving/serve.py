@@ -51,7 +51,8 @@ class ServeRequest(ServeFields):
 
         Raises:
             InputError: the file contains no key, or names a class that the plan does not have. Or other machines can
-                reach `host`, and no file is given."""
+                reach `host`, and no file is given.
+        """
         names = [each.name for each in plan.constraint.classes]
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
         check_exposure(self.host, keys)
@@ -70,7 +71,8 @@ class ServeRequest(ServeFields):
 
     def limits(self, plan: Plan) -> Limits:
         """Return the limits on requests. The default of max_tokens is `default_max_tokens` or else the checkpoint's
-        max_new_tokens."""
+        max_new_tokens.
+        """
         default, most = self.default_max_tokens, self.max_max_tokens
         if default is None and plan.checkpoint is not None and (named := default_output(Path(plan.checkpoint))):
             default = min(named, most or named)
@@ -93,7 +95,8 @@ class ServeRequest(ServeFields):
         """Check that the engine and the plan can run a rule of one's own.
 
         Raises:
-            InputError: the rule cannot be loaded, or vLLM, rows or two lanes run the plan."""
+            InputError: the rule cannot be loaded, or vLLM, rows or two lanes run the plan.
+        """
         if self.rule is None:
             return
         if self.engine != "xgpt" or self.batching != "flat":
@@ -142,7 +145,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
     Raises:
         InputError: this machine cannot serve the plan as requested.
-        MachineError: devices, memory or a port are missing, or the engine does not start."""
+        MachineError: devices, memory or a port are missing, or the engine does not start.
+    """
     raise_file_limit()
     if request.step_log is not None:
         check_step_log(request.step_log, force=request.force)
@@ -208,7 +212,8 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
 @contextmanager
 def _no_end_by_hangup() -> Iterator[None]:
     """Ignore SIGHUP while the server starts. A running server reads its key file again on SIGHUP, but now it has just
-    read it."""
+    read it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -254,7 +259,8 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     If only the variables name an endpoint and OpenTelemetry is not installed, log this and return None.
 
     Raises:
-        InputError: `endpoint` is not a URL, or it is given and OpenTelemetry is not installed."""
+        InputError: `endpoint` is not a URL, or it is given and OpenTelemetry is not installed.
+    """
     variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if endpoint is None and (
         os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, variables))
@@ -287,7 +293,8 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
     endpoints, each on the replica's first machine. A gateway in front of the endpoints must distribute the requests.
 
     Raises:
-        InputError: the plan's devices do not divide evenly among the machines, or an argument is missing."""
+        InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
+    """
     count, rank, each = request.nnodes, request.node_rank, plan.devices_per_replica
     if rank >= count:
         raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
@@ -311,7 +318,8 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 
 def follow_first(plan: Plan, machines: Machines) -> None:
     """Run this machine's part of a replica. It ends when the engine on the replica's first machine stops, or on
-    SIGTERM."""
+    SIGTERM.
+    """
     ended = Event()
     with stops_on_signal(ended):
         follow(plan, machines, machines.spread(launch(plan, plan_path="plan.json")), ended.is_set)

@@ -37,7 +37,8 @@ SHARES = (0.5, 0.9)
 """Shares of the rate at which loads are sent: one without waiting shows the steps, one with waiting the queue."""
 LEAST_REQUESTS, MOST_REQUESTS, LOAD_S = 40, 300, 30.0
 """Least and largest number of requests, or of sessions, of a load, and the seconds in which it arrives. Sessions arrive
-over at least the time that one of them takes."""
+over at least the time that one of them takes.
+"""
 ANSWER_S = 10.0
 
 
@@ -89,7 +90,8 @@ def check(
 
     Raises:
         InputError: the settings are not known, the server serves another model, or sessions fork.
-        MachineError: nothing that answers is at the URL, the server is lost meanwhile, or nothing may be sent."""
+        MachineError: nothing that answers is at the URL, the server is lost meanwhile, or nothing may be sent.
+    """
     if asked.now is None or not asked.settings_now:
         kind = None if asked.now is None else asked.now.policy.kind
         raise InputError("plan", kind, "give the plan of an engine's own scheduler (policy chunked), or `current`")

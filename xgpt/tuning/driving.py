@@ -94,7 +94,8 @@ def drive(
         until_s: time on the monotonic clock at which the load ends in any case.
 
     Raises:
-        MachineError: the server does not answer, or is lost meanwhile."""
+        MachineError: the server does not answer, or is lost meanwhile.
+    """
     rng = np.random.default_rng(seed)
     goals = Goals(constraint)
     test = SequentialTest(goals.allowed)
@@ -171,7 +172,8 @@ def highest_rate(send: Callable[[float], DrivenLoad], expected_per_s: float, unt
     """Find the highest rate at which the bounds are kept, beginning at the expected one.
 
     Args:
-        until_s: time on the monotonic clock after which no further load begins."""
+        until_s: time on the monotonic clock after which no further load begins.
+    """
     low, high, loads = 0.0, float("inf"), list[DrivenLoad]()
     rate, step = expected_per_s, STEP
     while len(loads) < MOST_LOADS and (not loads or time.monotonic() < until_s):

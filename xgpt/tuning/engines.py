@@ -46,7 +46,8 @@ class Host(Protocol):
             until_s: time on the monotonic clock at which it must be ready.
 
         Raises:
-            DidNotStart: it ended before it was ready, or was not ready in time."""
+            DidNotStart: it ended before it was ready, or was not ready in time.
+        """
         ...
 
 
@@ -57,7 +58,8 @@ def wait_ready(url: str, until_s: float, has_ended: Callable[[], str | None] = l
         has_ended: returns why the server has ended, or None while it runs.
 
     Raises:
-        DidNotStart: it has ended, or does not answer in time."""
+        DidNotStart: it has ended, or does not answer in time.
+    """
     while True:
         if (reason := has_ended()) is not None:
             raise DidNotStart(reason)
@@ -104,7 +106,8 @@ class Template:
 
     Args:
         template: for a shell, such as "ssh gpu7 {command} --port {port}". It must run until the engine ends.
-        url: the engine's address, in which {port} is replaced."""
+        url: the engine's address, in which {port} is replaced.
+    """
 
     def __init__(self, template: str, url: str | None) -> None:
         if "{command}" not in template and "{flags}" not in template:
@@ -154,7 +157,8 @@ class Manual:
     """Lets the user start engines.
 
     Args:
-        ask: shows a command, and returns the URL at which the user has started it. "" means that it does not start."""
+        ask: shows a command, and returns the URL at which the user has started it. "" means that it does not start.
+    """
 
     def __init__(self, ask: Callable[[str], str]) -> None:
         self._ask = ask

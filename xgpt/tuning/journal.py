@@ -24,7 +24,8 @@ class Journal:
         resume: whether to go on with the file's runs. Otherwise the file must not exist.
 
     Raises:
-        InputError: the file exists and `resume` is not set, or it is of another search."""
+        InputError: the file exists and `resume` is not set, or it is of another search.
+    """
 
     def __init__(self, path: Path | None, search: TuneJournal, *, resume: bool) -> None:
         self._path, self.runs = path, list[TuneRun]()

@@ -25,7 +25,8 @@ class Buckets(NamedTuple):
 
     Attributes:
         edges: rising; the last one is infinite. # [buckets]
-        counts: # [buckets]"""
+        counts: # [buckets]
+    """
 
     edges: Array
     counts: Array
@@ -74,7 +75,8 @@ KNOWN = [name for names in NAMES.values() for each in names.values() for name in
 def page_of(samples: Iterable[Sample]) -> Page | None:
     """Return the page that has these samples, or None if it is of no engine that is known.
 
-    Series of several engines or ranks on one page are added."""
+    Series of several engines or ranks on one page are added.
+    """
     found: dict[str, dict[float, float]] = {}
     sums: dict[str, float] = {}
     values: dict[str, float] = {}

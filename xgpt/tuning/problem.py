@@ -53,7 +53,8 @@ class EngineProblem:
 
     Attributes:
         kept: options of the present command that other settings' commands repeat.
-        variants: further words of the command, each of which is tried. The first has none."""
+        variants: further words of the command, each of which is tried. The first has none.
+    """
 
     problem: Problem
     prior: Prior | None = None
@@ -64,7 +65,8 @@ class EngineProblem:
 
     def command_of(self, plan: Plan, *, is_now: bool, variant: int = 0) -> str | None:
         """Return what starts the engine with a plan's settings: for those that run now, the present command itself; on
-        the same devices, the present command with other sizes, so that nothing else differs."""
+        the same devices, the present command with other sizes, so that nothing else differs.
+        """
         if is_now and self.command:
             return self.command
         command = engine_command(plan, self.kept)
@@ -105,7 +107,8 @@ def engine_problem(
 
     Raises:
         InputError: names are not known, the bounds are missing, or the command cannot be read.
-        InfeasibleError: the model does not fit."""
+        InfeasibleError: the model does not fit.
+    """
     planned, variants = as_plan_request(request, policy="chunked"), variants_of(also)
     if not planned.constraint.bounds_latency or not planned.constraint.maximises_arrivals:
         says = "give a bound: `latency_bound_s`, `ttft_s` or `tpot_s`"

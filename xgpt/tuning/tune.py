@@ -58,7 +58,8 @@ class Search:
         """Measure until the decision is certain, a further measurement promises nothing, or the time is over.
 
         Raises:
-            MachineError: no engine started, or the time was too short for one measurement."""
+            MachineError: no engine started, or the time was too short for one measurement.
+        """
         told = told or Told()
         if budget_s is not None and budget_s < LEAST_BUDGET_S:
             accepted = f"a start and one load take longer: give at least {LEAST_BUDGET_S:.0f}s"

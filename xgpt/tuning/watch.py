@@ -94,7 +94,8 @@ def roll(template: str, command: str, urls: list[str]) -> None:
     """Restart one replica after the other with a command's flags.
 
     Raises:
-        MachineError: a restart fails, or a replica does not answer after it. The others keep running as they were."""
+        MachineError: a restart fails, or a replica does not answer after it. The others keep running as they were.
+    """
     _, words = split(shlex.split(command))
     if (odd := next((word for word in words[3:] if COMMANDS.search(word)), None)) is not None:
         raise MachineError(f"`apply` gives {odd!r} to no shell, which might run it; restart the engines yourself")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 MOST_PROMPTS = 64
 """Largest number of prompt chunks in a captured step. Its kernels are launched for this many, even if the batch has
-fewer."""
+fewer.
+"""
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Batch:
             int32 [sequences]
         first_key: index of the first key that each sequence's queries see. None means 0 for all. # int32 [sequences]
         both_ways: whether each token attends to its whole sequence, and not only to earlier tokens.
-        added: numbers to add to the logits. None means that nothing is added. # float32 [sampled, vocab]"""
+        added: numbers to add to the logits. None means that nothing is added. # float32 [sampled, vocab]
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -59,7 +61,8 @@ class PositionBias(NamedTuple):
     """The numbers that each head adds to scores, indexed by the distance between query and key.
 
     Attributes:
-        values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]"""
+        values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
+    """
 
     values: Tensor
     center: int
@@ -74,7 +77,8 @@ class Scoring(NamedTuple):
         bias: position bias, added after the soft cap. Only for models whose heads do not share keys and values.
         window: number of last tokens to which a token attends, including itself. None means all visible tokens.
         sinks: attention sinks: one additional score per head. It takes part in the softmax but has no value. # float32
-            [heads]"""
+            [heads]
+    """
 
     scale: float | None = None
     softcap: float | None = None
@@ -96,7 +100,8 @@ class Sequences(NamedTuple):
         query_len: number of the sequence's tokens in this step. # int32 [sequences]
         context_len: number of the sequence's tokens in the cache after this step. # int32 [sequences]
         block_tables: blocks of each sequence, in order. There may be more than this step needs. # int32 [sequences,
-            blocks]"""
+            blocks]
+    """
 
     query_len: np.ndarray
     context_len: np.ndarray
@@ -118,7 +123,8 @@ def make_batch(
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
         wants_logits: whether to compute the logits of each sequence's last token. None means to compute them for all.
-            # bool [sequences]"""
+            # bool [sequences]
+    """
     query_len, context_len, block_tables, prompt_len = sequences
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
     np.cumsum(query_len, out=query_start[1:])
@@ -180,7 +186,8 @@ class AttentionBackend(ABC):
 
     Attributes:
         capturable: whether a decode batch can be captured in a CUDA graph. Such a backend reads no data back from the
-            device, and its launches depend only on shapes."""
+            device, and its launches depend only on shapes.
+    """
 
     capturable: ClassVar[bool] = False
 
@@ -203,4 +210,5 @@ class AttentionBackend(ABC):
                 queries. In latent attention, where keys are also the values, `v` is not read.
 
         Returns:
-            # [tokens, heads * head_dim]"""
+            # [tokens, heads * head_dim]
+        """

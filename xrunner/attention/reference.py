@@ -42,7 +42,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
     dim] -> like q
 
     Args:
-        hidden: True if a query does not see a key. None means that all keys are visible. # bool [n, context]"""
+        hidden: True if a query does not see a key. None means that all keys are visible. # bool [n, context]
+    """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
@@ -63,7 +64,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
 
 def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
     """Return whether each key is hidden from each query. The queries are the last `num_queries` tokens of the context.
-    # bool [num_queries, context]"""
+    # bool [num_queries, context]
+    """
     query = torch.arange(context - num_queries, context, device=device)[:, None]
     key = torch.arange(context, device=device)
     return (key > query) if window is None else (key > query) | (key <= query - window)
@@ -71,6 +73,7 @@ def causal_mask(num_queries: int, context: int, device: torch.device, window: in
 
 def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:
     """Return the position bias between the last `num_queries` tokens of a context and all its tokens. # [heads,
-    num_queries, context]"""
+    num_queries, context]
+    """
     key = torch.arange(context, device=bias.values.device)
     return bias.values[:, bias.center + key[context - num_queries :, None] - key]

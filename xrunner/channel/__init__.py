@@ -27,17 +27,20 @@ from xgpt.core.errors import MachineError
 
 ALIVE_S, SILENCE_S = 1.0, 15.0
 """Interval, in seconds, at which an engine reports that it is alive, and number of seconds without a report after which
-it counts as hung."""
+it counts as hung.
+"""
 BUSY_S = 60.0
 """Longest time in seconds without a report from an engine whose process is working."""
 STEP_S, LONG_STEP_S = 120.0, 1800.0
 """Longest time, in seconds, for which an engine that has requests may end no step. The second number applies while the
-engine's process is working, according to the operating system."""
+engine's process is working, according to the operating system.
+"""
 
 
 START_SILENCE_S, START_CPU_S = 120.0, 600.0
 """Until an engine is ready, it counts as hung only after this time in seconds without a report and without using a
-processor, or after this many processor seconds without a report."""
+processor, or after this many processor seconds without a report.
+"""
 
 
 class EngineLost(MachineError):

@@ -1,6 +1,7 @@
 """Define the two ends of the channel: frames of messages over Unix sockets.
 
-A frame is a message preceded by its length in four bytes. Decoding a message executes no part of it."""
+A frame is a message preceded by its length in four bytes. Decoding a message executes no part of it.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class EngineEnd(Generic[T]):
         """Return the next message, or None if none comes in time.
 
         Raises:
-            EOFError: the front has closed the channel."""
+            EOFError: the front has closed the channel.
+        """
         end_s = time.monotonic() + timeout_s
         while not self._received:
             if not self._poll.poll(max(0.0, 1000 * (end_s - time.monotonic()))):

@@ -49,7 +49,8 @@ class HostedPool(Protocol):
 
 class HostedEngine(Protocol):
     """The interface of a hosted engine. See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread.
-    Any thread may call the other methods."""
+    Any thread may call the other methods.
+    """
 
     takes_seeds: bool
     on_refused: Callable[[str], None]
@@ -77,14 +78,16 @@ class HostedEngine(Protocol):
 Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
 """Builds an engine that passes each step's record to a function. The builder is called in the thread that executes
 steps, because OpenMP has a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down
-each other's barriers."""
+each other's barriers.
+"""
 
 
 class EngineHost:
     """An engine at its end of a channel.
 
     Call `run` in one thread and `read` in another. Both return when the front has closed the channel, or when the
-    engine has failed."""
+    engine has failed.
+    """
 
     def __init__(self, end: EngineEnd[Down], build: Build) -> None:
         self._end = end

@@ -20,7 +20,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
         transfer: where the prompt's K/V are, as reported by the other lane's connector. Set only if each lane is a vLLM
             instance.
         same_prompt, same_rules: whether the message leaves out the prompt, and whether it leaves out the biases and the
-            grammar, because they equal those of the previous request."""
+            grammar, because they equal those of the previous request.
+    """
 
     generation: Generation
     transfer: dict[str, Any] | None = None
@@ -38,7 +39,8 @@ class Follow(msgspec.Struct, tag="follow", array_like=True):
 
 class Room(NamedTuple):
     """State of the K/V memory: numbers of reserved and of cached blocks, and of preemptions so far. `is_emptying`:
-    whether requests wait for another plan to be deployed."""
+    whether requests wait for another plan to be deployed.
+    """
 
     reserved_blocks: int = 0
     kept_blocks: int = 0
@@ -54,7 +56,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
     """The engine's process is running. `uses`: how many bytes each process of the engine has sent, and for how many
-    seconds it has executed steps, since its start."""
+    seconds it has executed steps, since its start.
+    """
 
     uses: list[Use]
 
@@ -67,7 +70,8 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step has ended, or a request has ended outside a step.
 
     Attributes:
-        transfers: where the K/V of requests are, by request id. Set only if each lane is a vLLM instance."""
+        transfers: where the K/V of requests are, by request id. Set only if each lane is a vLLM instance.
+    """
 
     tokens: list[Token]
     records: list[StepRecord]
@@ -129,7 +133,8 @@ class _Before:
 class Shortening:
     """Leaves out of each request the parts that equal those of the previous request. Otherwise a request with a
     thousand choices would have a thousand copies of its prompt in the engine's memory. Each connection has one such
-    object."""
+    object.
+    """
 
     def __init__(self) -> None:
         self._before = _Before()

@@ -126,7 +126,8 @@ class EngineProcess:
     """A process that runs `python -m MODULE FD`, where FD is its end of the channel. The process reads `order` from
     standard input.
 
-    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front."""
+    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front.
+    """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
         ours, theirs = pair()
@@ -179,7 +180,8 @@ class RemoteEngine:
     """An engine at the other end of the channel.
 
     Raises:
-        XgptError: the engine does not start. The error is the engine's own."""
+        XgptError: the engine does not start. The error is the engine's own.
+    """
 
     def __init__(
         self, far_end: FarEnd, limits: KvLimits, launch: Callable[[Plan], FarEnd], limits_of: Callable[[Plan], KvLimits]
@@ -316,7 +318,8 @@ class RemoteEngine:
         """End the old engine, and start a new one on this plan, without requests.
 
         Raises:
-            XgptError: the new engine does not start."""
+            XgptError: the new engine does not start.
+        """
         self._close(0.0)
         self.pool.clear()
         self.pool.limits = self._limits_of(plan)
@@ -325,7 +328,8 @@ class RemoteEngine:
 
     def close(self) -> None:
         """End the engine after its current step, or at once if it hangs. If another thread is restarting the engine,
-        the other thread ends it."""
+        the other thread ends it.
+        """
         self._is_closed = True
         is_silent = time.monotonic() - self._heard_s > HUNG_S and not self._far_end.is_at_work()
         self._close(0.0 if is_silent else END_S)

@@ -8,4 +8,5 @@ control message to the next workers before it executes it. Source: ORCA sec. 4.1
 - `process`: a worker's main loop; `launcher`: starts the workers of a machine; `on_ray`: starts launchers on other
   machines
 - `workers`: starts and watches all workers, from the engine's process; `executor`: an `xrunner.executor.Executor` that
-  uses them"""
+  uses them
+"""

@@ -1,6 +1,7 @@
 """Compute each worker's part of the model, and the workers with which it exchanges data.
 
-Every worker computes this from the plan alone."""
+Every worker computes this from the plan alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Run a replica's workers as one executor. It sends steps to a lane's first worker and gets results from the lane's
-last stage."""
+last stage.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class _Pending:
 
 class RemoteExecutor:
     """An `Executor` that runs steps on the workers of a replica and owns these workers. Only one thread may use it.
-    Call `deploy` first."""
+    Call `deploy` first.
+    """
 
     def __init__(self, workers: Workers, deployment: Deployment) -> None:
         self.logprobs: dict[int, Logprobs] = {}
@@ -50,7 +52,8 @@ class RemoteExecutor:
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}
         """Lanes in which prompts go through all stages twice, first through the encoder's layers. Other steps may run
-        between the two passes."""
+        between the two passes.
+        """
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
         self._control_bytes = 0
@@ -92,7 +95,8 @@ class RemoteExecutor:
 
         Raises:
             MachineError: there are too few workers, or a worker cannot build its part. The caller can `deploy` this
-                executor again."""
+                executor again.
+        """
         self.disconnect()
         deployment = Deployment.model_validate(dict(self._deployment) | {"stages": stages})
         if deployment.num_workers > self._workers.num_workers:

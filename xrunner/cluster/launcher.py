@@ -2,7 +2,8 @@
 
 The launcher has imported all modules that workers need, so that restarting workers takes less than a second. It reads
 orders as lines of JSON from standard input. Standard input closes when the process that started the launcher ends. The
-launcher then ends its workers and itself. It opens no port, and ends only its own children."""
+launcher then ends its workers and itself. It opens no port, and ends only its own children.
+"""
 
 from __future__ import annotations
 

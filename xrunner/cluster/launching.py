@@ -39,7 +39,8 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
     Attributes:
         epoch: number that increases whenever the workers are replaced. Only workers of the same epoch connect to each
-            other."""
+            other.
+    """
 
     epoch: int
     first: int
@@ -64,7 +65,8 @@ class MachineLauncher(Protocol):
 
     Attributes:
         sees_workers: whether the workers are processes of this machine, so that the operating system shows whether they
-            run."""
+            run.
+    """
 
     sees_workers: bool
 
@@ -75,7 +77,8 @@ class MachineLauncher(Protocol):
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended or hangs."""
+            MachineError: the launcher has ended or hangs.
+        """
 
     def is_at_work(self) -> bool:
         """Return whether a silent launcher, or a worker of it, is starting, or waits for a processor or a machine."""

@@ -168,7 +168,8 @@ class Wires:
 
     def keep(self, kept: WorkerWires | None) -> None:
         """Close everything in this process but one worker's wires: a worker sees the end of another only if no process
-        holds that one's sockets."""
+        holds that one's sockets.
+        """
         for wires in self.of_workers:
             if wires is not kept:
                 for end in (end for streams in wires.ends.values() for end in streams):
@@ -184,7 +185,8 @@ def _pair(_: int) -> tuple[socket.socket, socket.socket]:
 class LinkGroup:
     """Exchanges tensors among workers. All must call the same methods in the same order.
 
-    Sums are added in the order of ranks, so that all ranks have the same bits."""
+    Sums are added in the order of ranks, so that all ranks have the same bits.
+    """
 
     def __init__(self, links: Links, workers: Sequence[int]) -> None:
         self._rank, self._degree = workers.index(links.worker), len(workers)

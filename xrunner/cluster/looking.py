@@ -4,7 +4,8 @@
 
 The Python of each machine of a Ray cluster runs this source as a process of its own, as it later runs the launcher:
 Ray's own processes there search the driver's directories before their own. The machine may lack xgpt, so nothing of it
-is imported."""
+is imported.
+"""
 
 import hashlib
 import json

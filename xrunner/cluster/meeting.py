@@ -1,7 +1,8 @@
 """Connect workers of several machines. A worker proves that it has the replica's secret before anything else is read.
 
 The port of a worker is open until all its peers have come. A stranger can hold one of `MOST_PENDING` places for
-`PROVE_S`; peers try again."""
+`PROVE_S`; peers try again.
+"""
 
 from __future__ import annotations
 

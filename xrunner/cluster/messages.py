@@ -1,5 +1,6 @@
 """Define the messages between an engine and its workers. msgspec encodes them. Unlike pickles, they cannot contain
-code."""
+code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 class Deploy(_Message):
     """Build the worker's part of `deployment` (JSON). From then on, forward control messages to `forwards_to`, and
-    report ended steps to `answers_to`. Meet workers of other machines at `links`."""
+    report ended steps to `answers_to`. Meet workers of other machines at `links`.
+    """
 
     deployment: bytes
     forwards_to: list[str]
@@ -42,7 +44,8 @@ class Beginning(_Message):
     blocks: Sequence[int] = ()
     cached: int = 0
     """Number of the request's tokens whose K/V are present or will be received. The token after them, if any, is
-    decoded next."""
+    decoded next.
+    """
     moving: Sequence[int] = ()
 
 
@@ -66,7 +69,8 @@ class RunEncoder(_Message):
 
     Attributes:
         decode: the requests that the step decodes. Their number determines how the step is cut into slices.
-        grown: pairs of a request and a block to add to its table. The request need not be one of `decode`."""
+        grown: pairs of a request and a block to add to its table. The request need not be one of `decode`.
+    """
 
     number: int
     release: list[int]
@@ -84,7 +88,8 @@ class Transfer(_Message):
 
 class StoreAnswer(_Message):
     """The answer to a `StoreCall`: each key's value after the call (for "delete", before it), or None for a missing
-    key."""
+    key.
+    """
 
     number: int
     values: list[bytes | None]
@@ -108,7 +113,8 @@ class StoreCall(_Message):
 
 class Hello(_Message):
     """A worker has started. It receives forwarded messages at `inbox`, and meets workers of other machines at
-    `address`."""
+    `address`.
+    """
 
     worker: int
     epoch: int

@@ -1,7 +1,8 @@
 """Start and watch workers on several machines through Ray, which runs one launcher on each machine.
 
 Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. An actor owns a
-machine's `LauncherProcess`. Workers report to the engine's process, and exchange tensors, as on one machine."""
+machine's `LauncherProcess`. Workers report to the engine's process, and exchange tensors, as on one machine.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
 
     Raises:
         InputError: no Ray cluster is at that address.
-        MachineError: the cluster had too few free devices for `MEET_S` seconds, or a machine differs from this one."""
+        MachineError: the cluster had too few free devices for `MEET_S` seconds, or a machine differs from this one.
+    """
     _connect(address)
     bundle = {"GPU": float(devices)} if gpus else {"CPU": float(devices)}
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD" if count > 1 else "PACK")
@@ -87,7 +89,8 @@ def examine(address: str, count: int, devices: int, *, gpus: bool, checkpoint: s
 
     Raises:
         InputError: no Ray cluster is at that address.
-        MachineError: the cluster has too few machines with enough devices, or one differs from this machine."""
+        MachineError: the cluster has too few machines with enough devices, or one differs from this machine.
+    """
     _connect(address)
     try:
         kind = "GPU" if gpus else "CPU"
@@ -156,7 +159,8 @@ def _leave(error: AuthenticationError) -> NoReturn:
     a new one.
 
     A process can join only one Ray cluster in its lifetime. The HTTP server starts another engine process, which joins
-    the new cluster and continues the requests."""
+    the new cluster and continues the requests.
+    """
     logger.error("the Ray cluster is gone, so the engine's process ends: %s", str(error).splitlines()[0])
     os._exit(1)
 
@@ -206,7 +210,8 @@ class RayLauncher:
     """A `MachineLauncher` on the machine of one bundle of a placement group.
 
     Ray starts the launcher once the machine is alive. If the machine is lost, the launcher is, too. Ray then places the
-    next launcher on the same machine if it is back, or on another machine with enough free devices."""
+    next launcher on the same machine if it is back, or on another machine with enough free devices.
+    """
 
     sees_workers = False
 

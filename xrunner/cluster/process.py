@@ -75,7 +75,8 @@ class ControlPlane(threading.Thread):
     running.
 
     Args:
-        move: begins a transfer, without waiting for steps that were queued earlier."""
+        move: begins a transfer, without waiting for steps that were queued earlier.
+    """
 
     def __init__(
         self,
@@ -280,7 +281,8 @@ class Executing:
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
         """Return a function that reports the end of a transfer. It has its own socket, since the `Mover` thread calls
-        it."""
+        it.
+        """
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
@@ -323,7 +325,8 @@ class Executing:
         """Begin a transfer in the `Mover` thread, while earlier steps are still executed.
 
         Earlier steps do not use the transfer's blocks: the engine has already received the results of all steps that
-        did."""
+        did.
+        """
         assert self._mover is not None
         requests = [
             Moving(beginning.generation.id, list(beginning.moving), beginning.cached) for beginning in transfer.begin

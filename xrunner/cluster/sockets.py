@@ -2,7 +2,8 @@
 
 On one machine, processes use Unix sockets, to which no other user can connect. On several machines, they bind to the
 interface with a given address. Any peer can connect there, and the handshake checks that it has the key. A message
-above a size limit ends the connection, both before and after the handshake."""
+above a size limit ends the connection, both before and after the handshake.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Sockets:
         If `host` is loopback, it is a Unix socket. On other interfaces, it has any free port.
 
         Raises:
-            MachineError: this machine does not have the interface, or no port is free."""
+            MachineError: this machine does not have the interface, or no port is free.
+        """
         opened = self._open(kind)
         opened.curve_server = True
         opened.maxmsgsize = max_bytes
@@ -101,7 +103,8 @@ class Wakeup:
     """Wakes a thread that is polling sockets.
 
     Attributes:
-        socket: the thread must also poll this socket. `wake` makes it readable."""
+        socket: the thread must also poll this socket. `wake` makes it readable.
+    """
 
     def __init__(self) -> None:
         self.socket, self._waker = socket.socketpair()

@@ -1,7 +1,8 @@
 """Implement a torch.distributed store, through which workers find each other. It is in the engine's process.
 
 Calls use the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and answer any
-client."""
+client.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class EpochKeys:
 class EngineStore(dist.Store):
     """A worker's client of the store, as a `torch.distributed.Store`. Each thread that uses it has its own socket.
 
-    The caller must keep this object alive. torch's C++ wrapper does not."""
+    The caller must keep this object alive. torch's C++ wrapper does not.
+    """
 
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:
         super().__init__()

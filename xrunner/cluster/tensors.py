@@ -1,5 +1,6 @@
 """Exchange tensors between workers: all-reduces within a stage, hidden states between stages, and K/V (or encoder
-outputs) from WAA's encode lane to its decode lane."""
+outputs) from WAA's encode lane to its decode lane.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +24,19 @@ from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
 """Largest number of unfinished sends of hidden states. Further sends wait. It exceeds a pipeline's number of
-micro-batches."""
+micro-batches.
+"""
 MAX_MEMORIES = 64
 """Largest number of unfinished sends of encoder outputs per receiver. A step's second pass receives one for each
-slice."""
+slice.
+"""
 
 
 @dataclass
 class Traffic:
     """Bytes that this worker has sent since its start, and seconds that it has spent on steps since its last
-    deployment, excluding waits for other stages."""
+    deployment, excluding waits for other stages.
+    """
 
     tensor_bytes: int = 0
     control_bytes: int = 0
@@ -61,7 +65,8 @@ class Fabric(Protocol):
 
     def group(self, workers: Sequence[int]) -> RawGroup | None:
         """Return a group of these workers, or None if this worker is not one of them. All workers must call this at the
-        same time."""
+        same time.
+        """
 
 
 class Nccl:
@@ -165,7 +170,8 @@ class RankPipe:
 
 def stage_group(fabric: Fabric, deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
     """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this at
-    the same time."""
+    the same time.
+    """
     own_group = None
     for stage in deployment.stages:
         if stage.tp > 1 and (raw := fabric.group(stage.devices)) is not None:
@@ -183,7 +189,8 @@ class Mover(threading.Thread):
 
     Args:
         links: transfers have streams of their own, so that they never wait for hidden states.
-        moved: called in this thread with a transfer's number, once this worker's part of the transfer is done."""
+        moved: called in this thread with a transfer's number, once this worker's part of the transfer is done.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ BUSY_S = 60.0
 """The same for a worker that the operating system shows to be working, or that loads its part on another machine."""
 START_S = 120.0
 """Seconds within which all workers must start. The time in which their launchers are starting or working does not
-count."""
+count.
+"""
 LOAD_S = 3600.0
 RESTARTS = 3
 PERIOD_S = 60.0
@@ -59,7 +60,8 @@ class _Shared:
 
     Attributes:
         unstarted: index of the machine, if its launcher was lost before any of its workers had started. None for other
-            losses."""
+            losses.
+    """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     epoch: int = 1
@@ -72,7 +74,8 @@ class _Shared:
 
 class RestartBudget:
     """Limits the number of restarts. The loss of a machine counts as one restart, although it may be noticed twice:
-    first by its silent workers, then by its lost launcher."""
+    first by its silent workers, then by its lost launcher.
+    """
 
     def __init__(self) -> None:
         self._restarts: list[float] = []
@@ -82,7 +85,8 @@ class RestartBudget:
         """Count a restart after a loss.
 
         Raises:
-            MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds."""
+            MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds.
+        """
         if unstarted is not None and unstarted not in self._noticed:
             self._noticed.add(unstarted)
             return
@@ -147,7 +151,8 @@ class Workers:
         Raises:
             MachineError: the workers have not started, or not built their parts, in time.
             WorkerLost: a worker was lost meanwhile.
-            DeploymentRefused: a worker cannot build its part."""
+            DeploymentRefused: a worker cannot build its part.
+        """
         members = self._await_all()
         content = deployment.model_dump_json().encode()
         shared = self._shared
@@ -183,7 +188,8 @@ class Workers:
             new ones compile the grammar when they need it.
 
         Raises:
-            MachineError: a worker cannot compile the grammar."""
+            MachineError: a worker cannot compile the grammar.
+        """
         shared, number = self._shared, next(self._numbers)
         with shared.changed:
             epoch = shared.epoch
@@ -340,7 +346,8 @@ class Workers:
         """Return whether a silent worker may be working: compiling, loading, or waiting for a processor.
 
         While a worker builds its part, it may be silent for `LOAD_S`. On another machine, where its state cannot be
-        seen, it may be silent only for `BUSY_S`."""
+        seen, it may be silent only for `BUSY_S`.
+        """
         is_loading = worker not in self._shared.loaded
         launcher = self._launchers[self._machine_of(worker)]
         if launcher is None or not launcher.sees_workers:

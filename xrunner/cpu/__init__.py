@@ -6,7 +6,8 @@ Without numba, both are empty, and the engine uses only torch.
 registers (AMX). `highest` finds each row's argmax. `attention` computes a step's attention. `prompts` handles queries
 that share keys, in tiles that stay in vector registers (`tiles`) or in matrix registers (`amx`). `decodes` handles all
 other queries. Inner loops are LLVM vector instructions or assembly (`simd`), because a compiler would keep sums in
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 

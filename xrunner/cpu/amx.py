@@ -3,7 +3,8 @@ call these functions.
 
 A register holds 16 rows of 64 bytes. One instruction multiplies a 16 x 32 matrix by a 32 x 16 matrix. In the second
 matrix, two rows are interleaved: element i of an even row is followed by element i of the next row. As in `tiles`, each
-lane is a query. Lanes fill one or two registers."""
+lane is a query. Lanes fill one or two registers.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def release(typing_context: Any) -> Any:
 def pair_rows(typing_context: Any, rows: Any, pairs: Any, count: Any, lanes: Any) -> Any:
     """Round to bfloat16 and interleave pairs of rows. Then do the same to the rounding errors.
 
-    # rows float32 [count, lanes] -> pairs [2, count / 2, lanes]"""
+    # rows float32 [count, lanes] -> pairs [2, count / 2, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         rows, pairs = pointers(context, builder, signature, values, 2)
@@ -131,7 +133,8 @@ def score_keys(
     lanes: Any,
 ) -> Any:
     """Compute dot products of queries with two groups of 16 keys. `pairs` are queries from `pair_rows`. # -> scores
-    [32, lanes]"""
+    [32, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         pairs, keys, scores = pointers(context, builder, signature, values, 3)
@@ -200,7 +203,8 @@ def turn_values(
 
     Keys outside `begin` to `end` become zero.
 
-    # values bfloat16 as uint16, places int64 [keys] -> turned uint16 [.. head_dim / 16, 16, 32]"""
+    # values bfloat16 as uint16, places int64 [keys] -> turned uint16 [.. head_dim / 16, 16, 32]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         values, places, turned_values = pointers(context, builder, signature, arguments, 3)
@@ -245,7 +249,8 @@ def soften(
     lanes: Any,
 ) -> Any:
     """Take one step of the online softmax, like `tiles.soften`, but write the weights to `pairs` as bfloat16. The
-    number of keys must be even. # -> pairs [keys / 2, lanes]"""
+    number of keys must be even. # -> pairs [keys / 2, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, pairs, highest, total, shrink = pointers(context, builder, signature, values, 5)

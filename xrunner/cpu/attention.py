@@ -2,7 +2,8 @@
 
 Queries of one sequence that read the same K/V head are divided into spans (`prompts`). A free thread takes the next
 span. A span's time is proportional to its context. If too few heads share a K/V head to fill a tile, the queries of
-decodes are computed one at a time (`decodes`)."""
+decodes are computed one at a time (`decodes`).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class _StridedRows(NamedTuple):
     """Queries, keys or values with any strides. Numba compiles anew for each array layout, which takes seconds. With
     this type, it compiles once.
 
-    # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]"""
+    # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
+    """
 
     values: np.ndarray
     token_stride: int
@@ -78,7 +80,8 @@ class NumbaAttention(AttentionBackend):
     """Attention on CPUs, by online softmax over paged blocks. Queries are float32. Keys and values are float32,
     bfloat16 or int8.
 
-    The kernels run on as many threads as torch."""
+    The kernels run on as many threads as torch.
+    """
 
     def __init__(self) -> None:
         # Numba and torch share one OpenMP: when numba's threads start, they reset the number of threads that torch was
@@ -123,7 +126,8 @@ class NumbaAttention(AttentionBackend):
 
 def suits_matrices(cache: Tensor) -> bool:
     """Return whether the processor has matrix registers, the cache is bfloat16, and its blocks and heads fill whole
-    registers."""
+    registers.
+    """
     block_size, head_dim = cache.shape[3:]
     whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0
     return cache.dtype == torch.bfloat16 and whole and amx.is_available()
@@ -131,7 +135,8 @@ def suits_matrices(cache: Tensor) -> bool:
 
 def _rows(x: Tensor) -> _StridedRows:
     """Return a tensor in which each token's heads are contiguous: a view if possible, else a copy. # x [tokens, heads,
-    head_dim]"""
+    head_dim]
+    """
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
         x = x.contiguous()
@@ -320,7 +325,8 @@ def _rules(scored, h, group):
 def _spans(query_start, group, room):
     """Divide each sequence's rows into spans of at most `room` rows. Return each span's sequence and first row.
 
-    # int32 [spans], int32 [spans]"""
+    # int32 [spans], int32 [spans]
+    """
     num_rows = (query_start[1:] - query_start[:-1]) * group
     num_spans = np.sum((num_rows + room - 1) // room)
     sequence, first_row = np.empty(num_spans, dtype=np.int32), np.empty(num_spans, dtype=np.int32)

@@ -1,5 +1,6 @@
 """Compute attention for one decoding query at a time. The memory's bandwidth limits the speed, so K/V are read in the
-order of addresses."""
+order of addresses.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Keys(NamedTuple):
     """The keys of one sequence, in blocks, from K/V head `head` on. Keys [earliest, context) are visible.
 
     Attributes:
-        scales: the same memory viewed as float32, from which an int8 cache's scales are read. Else empty."""
+        scales: the same memory viewed as float32, from which an int8 cache's scales are read. Else empty.
+    """
 
     cache: np.ndarray
     scales: np.ndarray
@@ -64,7 +66,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
         q, acc: queries and results. head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
         keys: keys of the first head. The block size must be a multiple of LINE.
         floats: scratch memory for each query head's weights of a line of keys, and the sums of these weights. # [2 *
-            num_kv_heads * group * LINE]"""
+            num_kv_heads * group * LINE]
+    """
     cache, scales, first_head, table, earliest, context, _ = keys
     num_heads, head_dim = q.shape
     group, block_size = num_heads // num_kv_heads, cache.shape[3]
@@ -124,7 +127,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
     """Return the number of K/V heads whose scores are computed before the first head's softmax, so that the softmax
-    does not wait for scores. It is 1 in float32, where the memory's bandwidth is the limit."""
+    does not wait for scores. It is 1 in float32, where the memory's bandwidth is the limit.
+    """
 
 
 @overload(_heads_at_once, strict=False)
@@ -134,7 +138,8 @@ def _(cache: Any, num_kv_heads: Any) -> Any:
 
 def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:
     """Multiply a line of numbers, one per key, by the scales at byte `place` and after. Do nothing if the cache has no
-    scales."""
+    scales.
+    """
 
 
 @overload(_scale_line, strict=False)
@@ -157,7 +162,8 @@ def _fetch(cache, start, count):
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
     """Scale a line of scores for a softmax in powers of two, apply the soft cap and add the bias. `distance` is the
-    query's position minus the first key's."""
+    query's position minus the first key's.
+    """
     for i in range(LINE):
         scores[i] *= scored.scale * LOG2_E
     if scored.softcap:

@@ -6,7 +6,8 @@ bound, only some tens of outputs can be the highest. They are computed again in 
 the product in float32.
 
 Source: the bound is the Cauchy-Schwarz inequality. For screening before exact products, see Teflioudi et al., LEMP
-(SIGMOD 2015)."""
+(SIGMOD 2015).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
 """At most one in this many outputs is computed again in float32. To read more of them one by one would take as long as
-to read the whole weight."""
+to read the whole weight.
+"""
 MOST_REST = 63
 """Largest number of calls without screening after repeated failures. So failures cost almost no time."""
 _AT_ONCE = 4096
@@ -41,7 +43,8 @@ class Screen:
 
     Args:
         rounded: multiplies by the weight as rounded by `quantise`.
-        whole: multiplies by the weight in float32. Used for rows in which too many outputs can be the highest."""
+        whole: multiplies by the weight in float32. Used for rows in which too many outputs can be the highest.
+    """
 
     def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:
         self._weight, self._whole = weight, whole
@@ -59,7 +62,8 @@ class Screen:
         # float32 [rows, in] -> [rows, out]
 
         Args:
-            added: numbers to add to the product. # float32 [rows, out]"""
+            added: numbers to add to the product. # float32 [rows, out]
+        """
         if self._left or not self._is_bounded:
             self._left = max(self._left - 1, 0)
             return self._exact(x, added)
@@ -89,7 +93,8 @@ class Screen:
 
 def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return two norms for each output: of its weights' rounding errors (with an allowance for float32's own), and of
-    its rounded weights. # float32 [out]"""
+    its rounded weights. # float32 [out]
+    """
     rounded, scales = quantise(weight)
     kept = rounded * scales[:, None]
     norms = kept.norm(dim=1)
@@ -120,7 +125,8 @@ def _rescore(
     or if the norm of x is not finite.
 
     Args:
-        added: numbers that `sums` already include, or empty."""
+        added: numbers that `sums` already include, or empty.
+    """
     if not np.isfinite(norm * norm):
         return False  # without this check there would be no bound, since fastmath assumes finite numbers
     certain, count = _highest(sums, -norm, -lost, errors, norms), 0

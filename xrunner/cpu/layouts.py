@@ -30,7 +30,8 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
     """Return a function that multiplies in bfloat16: weights and activations are rounded. Sums, bias and activation
-    function are float32."""
+    function are float32.
+    """
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 

@@ -9,7 +9,8 @@ consecutive inputs. Sixteen lines of sixteen outputs fill a register. The sums o
 in registers while all inputs are multiplied. Rounded rows are padded with zeros to a multiple of STEP bytes.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
-reference manual, chapter 20 (blocking)."""
+reference manual, chapter 20 (blocking).
+"""
 
 from __future__ import annotations
 
@@ -42,13 +43,15 @@ LINE = 4 * WIDTH
 STEP_LINES = HEIGHT * LINE // 64
 CHUNK = 8
 """Largest number of groups that are multiplied each time a weight is read. Their inputs must fit in CHUNK_BYTES of the
-second-level cache."""
+second-level cache.
+"""
 CHUNK_BYTES = 5 * 2**18
 
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
 Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS = range(8, 14)
 """Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each
-iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written."""
+iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written.
+"""
 
 
 def is_available() -> bool:
@@ -60,7 +63,8 @@ def pack(weight: Tensor, scales: Tensor) -> PackedLinear:
 
     Args:
         weight: the weight. # int8 [out, in]
-        scales: scale of each output. # float32 [out]"""
+        scales: scale of each output. # float32 [out]
+    """
     num_outputs, depth = weight.shape
     assert is_available(), "without the system's permission the process would be killed"
     enable_assembly()
@@ -94,7 +98,8 @@ def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarr
         num_rows: number of rows of the result. Rows beyond those of x are undefined.
 
     Returns:
-        uint8 [num_rows, width], and each row's scale, float32 [num_rows]."""
+        uint8 [num_rows, width], and each row's scale, float32 [num_rows].
+    """
     x = x.contiguous()
     result, scale = np.empty((num_rows, width), dtype=np.uint8), np.empty(num_rows, dtype=np.float32)
     run(_ROUND, x.numel(), x.numpy(), x.view(torch.int32).numpy(), result, scale)
@@ -171,7 +176,8 @@ def _multiply(arrays: Any, packed: Any, scratch: Any, first: Any, last: Any) -> 
 @njit(**OPTIONS, **INNER)
 def _configure(config: Any, num_rows: Any) -> None:
     """Write a register configuration into `config`: sums and inputs have `num_rows` rows, weights 16. # uint8 [64 or
-    more]"""
+    more]
+    """
     config[:64] = 0
     config[0] = 1
     for register in range(8):
@@ -205,7 +211,8 @@ _OVERWRITTEN = (
 
 def _multiplication(two: bool) -> list[str]:
     """Return the inner loop in assembly. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7:
-    weights"""
+    weights
+    """
     rows = (0, 1) if two else (0,)
     sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
     starts = ("%rsi", "%r8")

@@ -12,7 +12,8 @@ is in assembly. A slice of a panel stays in a cache while all groups of rows are
 inputs stays in the second-level cache while it is multiplied by all panels. Panels of gates alternate with panels of
 gated outputs. A gate is applied while its sums are in a cache, so only half as much is written.
 
-Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008)."""
+Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ GROUP = 12
 SLICE = 128
 """Number of inputs in a slice of a panel. A slice takes 16 KiB and stays in the first-level cache. If there are more
 rows than `GROUP`, a slice is a whole block in the second-level cache, so that each group's sums are read and written
-only once."""
+only once.
+"""
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
@@ -50,7 +52,8 @@ STEPS = 4
 FEW = 6
 """Largest number of rows that form one group, without prefetching. For one group, the processor's own prefetching is
 faster, at 26 GB/s instead of 20. More rows form two groups. The second group finds the slice in the first-level cache,
-and multiplies while memory delivers the prefetched lines."""
+and multiplies while memory delivers the prefetched lines.
+"""
 SPREAD = (8, 4, 2)
 LINES = STEPS * WIDTH // 16
 
@@ -61,7 +64,8 @@ FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES = range(11)
 """Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
-values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
+values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON.
+"""
 
 
 def is_available(dtype: str = "float32") -> bool:
@@ -76,13 +80,15 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
 
     Args:
         gated: whether the first half of the outputs gates the second half (see `scalars.gated`). The result then has
-            half as many outputs."""
+            half as many outputs.
+    """
     return _packed(weight, None, None, FLOAT32, gated=gated)
 
 
 def pack_bfloat16(weight: Tensor, *, gated: bool = False) -> PackedLinear:
     """Return a function that computes x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to
-    bfloat16, and sums are float32."""
+    bfloat16, and sums are float32.
+    """
     return _packed(weight, None, None, BFLOAT16, gated=gated)
 
 
@@ -91,7 +97,8 @@ def pack_int8(weight: Tensor, scales: Tensor, *, gated: bool = False) -> PackedL
 
     Args:
         weight: the weight. # int8 [out, in]
-        scales: scale of each output. # float32 [out]"""
+        scales: scale of each output. # float32 [out]
+    """
     # 128 is added to the rows' numbers; the initial sums compensate for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
     return _packed(weight, scales, begin.view(torch.float32), INT8, gated=gated)
@@ -108,7 +115,8 @@ class PanelOutputs:
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
         """Arrange rows, one per output, in the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH,
-        ...]"""
+        ...]
+        """
         if self._parts == 1 and self.number == self.width:
             return of_outputs
         rest = of_outputs.shape[1:]
@@ -125,7 +133,8 @@ def _packed(weight: Tensor, scales: Tensor | None, begin: Tensor | None, kind: i
 
     Args:
         scales: scale of each output. # [out]
-        begin: initial value of each output's sum, as bits of the sums' type. None means the bias. # [out]"""
+        begin: initial value of each output's sum, as bits of the sums' type. None means the bias. # [out]
+    """
     outputs = PanelOutputs(len(weight), gated=gated)
     panels, block = _laid_out(outputs.in_panels(weight))
     of_outputs = np.ones_like(outputs.bias(None)) if scales is None else outputs.in_panels(scales).numpy()
@@ -296,7 +305,8 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
 
     Args:
         arrays: the inputs, the start of the slice, the initial sums, and the sums, whose rows lie `width` apart.
-        inputs: begin and end of the slice's inputs, and the number of inputs in a full slice."""
+        inputs: begin and end of the slice's inputs, and the number of inputs in a full slice.
+    """
     x, panel, begin, sums = arrays
     row, count = rows
     _, kind = how
@@ -327,7 +337,8 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
 def _multiplying(instruction: str) -> Any:
     """Return the function that multiplies `num_rows` rows (1 to GROUP) by a slice of a panel.
 
-    Its array `arguments` holds the addresses, the strides and the numbers of iterations."""
+    Its array `arguments` holds the addresses, the strides and the numbers of iterations.
+    """
 
     @inlined
     def multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
@@ -356,7 +367,8 @@ _OVERWRITTEN = (
 )
 _STARTS = ("%rsi", "%r8", "%r9", "%r10")
 """Registers with the addresses of the inputs of rows 0, 3, 6 and 9. With the stride in %rax, each of these registers
-also addresses the next two rows."""
+also addresses the next two rows.
+"""
 
 
 def _assembly(num_rows: int, instruction: str) -> str:
@@ -372,7 +384,8 @@ def _assembly(num_rows: int, instruction: str) -> str:
 
     def multiply(count: int, lines: int = 0) -> list[str]:
         """Return code that multiplies `count` inputs of each row by their weights and adds the products to the sums. In
-        between, it prefetches `lines` cache lines. At the end, it advances the pointers to weights and inputs."""
+        between, it prefetches `lines` cache lines. At the end, it advances the pointers to weights and inputs.
+        """
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]

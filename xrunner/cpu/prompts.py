@@ -8,7 +8,8 @@ once per span.
 
 Products are computed in float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix
 registers, they are computed in bfloat16 with sums in float32 (`amx`). Each number of a query is then split into two
-bfloat16 numbers, with 16 bits of precision together. Weights are rounded to one bfloat16 number."""
+bfloat16 numbers, with 16 bits of precision together. Weights are rounded to one bfloat16 number.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
 
 class Vectors(NamedTuple):
     """Settings of attention in vector registers: the number of keys in a piece, and the largest number of tiles in a
-    span."""
+    span.
+    """
 
     piece: int
     tiles: int = 8
@@ -67,7 +69,8 @@ class RowSpan(NamedTuple):
         queries, results: pointers to the query and the result of the sequence's first token in this step and the
             group's first head. Other tokens and heads follow at the given strides, in elements.
         num_tokens: tokens of the sequence in this step.
-        first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows."""
+        first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows.
+    """
 
     queries: Any
     results: Any
@@ -85,7 +88,8 @@ class Context(NamedTuple):
     Attributes:
         cache: pointer to the K/V head in the pool's first block. A value is `to_values` elements after its key.
         scales: the same memory viewed as float32, from which an int8 cache's scales are read.
-        stride: number of elements from the start of one block to the start of the next."""
+        stride: number of elements from the start of one block to the start of the next.
+    """
 
     cache: Any
     scales: Any
@@ -105,7 +109,8 @@ class Rules(NamedTuple):
 
     Attributes:
         bias: the head's position bias, indexed by query position minus key position. Only for models whose heads do not
-            share keys."""
+            share keys.
+    """
 
     scale: np.float32
     softcap: np.float32
@@ -127,7 +132,8 @@ class ThreadScratch(NamedTuple):
         limits: index after the last key that each row sees. # int32 [tiles * WIDE]
         places: index of each row's first element in queries, and in results. # int64 [2, tiles * WIDE]
         key_places: index of the first element of each of the piece's keys, and values. # int64 [2, piece]
-        soon: the same in the cache for the next piece's keys. # int64 [piece]"""
+        soon: the same in the cache for the next piece's keys. # int64 [piece]
+    """
 
     tiles: Any
     scores: Any
@@ -241,7 +247,8 @@ def attend(way, span, context, rules, space):
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
     """Write the cache positions of keys into `places`, from key `begin` on. They end with the block that contains key
-    `end - 1`, or after `most` keys. Return their number."""
+    `end - 1`, or after `most` keys. Return their number.
+    """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
     t, block, offset = 0, begin // block_size, begin % block_size
@@ -256,7 +263,8 @@ def place_keys(context, begin, end, most, places):
 
 def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
     """Prefetch the vectors that begin `behind` elements after places [begin, end). Processors do not prefetch across
-    blocks."""
+    blocks.
+    """
 
 
 @overload(ask, strict=False)
@@ -320,7 +328,8 @@ def _pass(way, context, rules, space, span, piece, lanes):
 
     Args:
         piece: four numbers: the tile, the index of the piece's first key in the sequence, the number of keys in the
-            piece, and the number of the next piece's keys to prefetch, together with their values."""
+            piece, and the number of the next piece's keys to prefetch, together with their values.
+    """
     literally(lanes)
     tile, before, num_held, asks_for = piece
     limits, scores, window = at(space.limits, tile * WIDE), space.scores, rules.window
@@ -373,7 +382,8 @@ def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
     """Convert a piece's keys and values to the format of the products. The result is undefined for keys outside [begin,
-    end)."""
+    end).
+    """
 
 
 @overload(_prepare, strict=False)
@@ -454,7 +464,8 @@ def _score(
     lanes: int,
 ) -> None:
     """Compute the scores of a tile's queries and keys [begin, end) of a piece. Keys next to these may be scored,
-    too."""
+    too.
+    """
 
 
 @overload(_score, strict=False, prefer_literal=True)

@@ -22,7 +22,8 @@ INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 @njit(inline="always")
 def exp(x):
     """Return e^x for x <= 0, with a relative error of 1e-7. It is a polynomial, since compilers do not vectorise the
-    library's function."""
+    library's function.
+    """
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)
     whole = np.floor(t + np.float32(0.5))
@@ -83,7 +84,8 @@ def _round_row(bits: Any, rounded: Any) -> None:
 @njit(**OPTIONS, **INNER)
 def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
     """Round a row to numbers of `size` bytes (bfloat16 or int8) and pad it with zeros. Return its scale. # float32,
-    int32, uint8"""
+    int32, uint8
+    """
     depth = len(x)
     rounded[depth * size :] = 0
     if size == 1:

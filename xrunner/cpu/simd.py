@@ -8,7 +8,8 @@ LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in me
 register. On processors with narrower registers, LLVM splits each vector.
 
 Arrays must be C-contiguous. `from_x` is the index at which array x begins. `lanes` and other counts by which loops are
-unrolled must be constants where the function is called."""
+unrolled must be constants where the function is called.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ _PAIRS = (
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Return a function that numba can call, with the parameters of `function` except `typing_context`. `function`
-    returns a signature and `generate`, which appends the instructions."""
+    returns a signature and `generate`, which appends the instructions.
+    """
     return intrinsic(prefer_literal=True)(function)
 
 
@@ -73,7 +75,8 @@ def dot_keys(
 ) -> Any:
     """Compute dot products of one query with `lanes` (16) contiguous keys. `head_dim` must be a multiple of `lanes`.
 
-    # query [dim], keys [lanes, dim] -> scores [lanes]"""
+    # query [dim], keys [lanes, dim] -> scores [lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         query, keys, scores = pointers(context, builder, signature, values, 3)
@@ -112,7 +115,8 @@ def soften_keys(
 
     Scores are overwritten by weights, which are powers of two. The weights are added to `totals`, lane by lane.
 
-    # scores [lanes], totals [lanes] -> the highest score so far, the factor for all earlier sums"""
+    # scores [lanes], totals [lanes] -> the highest score so far, the factor for all earlier sums
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, totals = pointers(context, builder, signature, values, 2)
@@ -152,7 +156,8 @@ def add_rows(
     """Set sums = shrink * sums + the weighted sum of the values of keys [begin, end), for `num_vectors` * `lanes`
     dimensions.
 
-    # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]"""
+    # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         weights, values, sums = pointers(context, builder, signature, arguments, 3)
@@ -177,7 +182,8 @@ def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
     """Convert `num_vectors` vectors of bfloat16 or int8 numbers to float32. `offset` is added to the start of both
-    arrays."""
+    arrays.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
@@ -194,7 +200,8 @@ def widen(
 def at(typing_context: Any, array: Any, first: Any) -> Any:
     """Return a pointer to element `first` of an array or pointer. The pointer does not keep the array alive.
 
-    Numba counts references to arrays that are passed, atomically. This is too slow for inner loops."""
+    Numba counts references to arrays that are passed, atomically. This is too slow for inner loops.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -206,7 +213,8 @@ def at(typing_context: Any, array: Any, first: Any) -> Any:
 @inlined
 def take_next(typing_context: Any, counter: Any) -> Any:
     """Return the counter and increment it atomically, so that no two threads get the same number. # int64 [1] ->
-    int64"""
+    int64
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -258,7 +266,8 @@ class Emit:
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
         """Yield variables with the first `count` vectors of an array, multiplied by a factor. At the end of the `with`
-        block, they are written back."""
+        block, they are written back.
+        """
         totals = self.variables(count)
         for number, total in enumerate(totals):
             self.builder.store(self.builder.fmul(self.load(sums, int64(number)), factor), total)
@@ -310,7 +319,8 @@ class Emit:
 
     def sums(self, vectors: list[ir.Value]) -> ir.Value:
         """Return a vector whose lane i is the sum over the lanes of vector i, for 16 vectors. This takes 15
-        additions."""
+        additions.
+        """
         for halves in _PAIRS:
             masks = [ir.Constant(self.integers, list(half)) for half in halves]
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -331,7 +341,8 @@ class Emit:
 
     def halves(self, even: ir.Value, odd: ir.Value) -> ir.Value:
         """Round both vectors to bfloat16. Each lane of the result has the number of `even` in its lower half and that
-        of `odd` in its upper half."""
+        of `odd` in its upper half.
+        """
         low = self.builder.lshr(self._raised(even), ir.Constant(self.integers, [16] * self.lanes))
         return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
 
@@ -347,7 +358,8 @@ class Emit:
     def exp2(self, x: ir.Value, *, roughly: bool = False) -> ir.Value:
         """Return 2^x for x <= 0, but at least 2^-126.
 
-        The relative error is 1e-7, or about 1e-4 if `roughly`."""
+        The relative error is 1e-7, or about 1e-4 if `roughly`.
+        """
         builder = self.builder
         unary = ir.FunctionType(self.type, [self.type])
         rint = cgutils.get_or_insert_function(builder.module, unary, f"llvm.rint.v{self.lanes}f32")
@@ -379,7 +391,8 @@ def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritt
     address is in %rdi.
 
     Args:
-        overwritten: what the code changes: registers except %rdi, memory, flags."""
+        overwritten: what the code changes: registers except %rdi, memory, flags.
+    """
     kind = ir.FunctionType(ir.VoidType(), [place.type])
     constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
     builder.asm(kind, code, constraints, [place], True)

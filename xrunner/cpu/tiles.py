@@ -1,6 +1,7 @@
 """Inner loops over keys in vector registers (see `simd`). Each lane is a query of a tile.
 
-Layouts: scores and weights are [keys, lanes]. Queries and sums are [dim, lanes]."""
+Layouts: scores and weights are [keys, lanes]. Queries and sums are [dim, lanes].
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def score_keys(
     lanes: Any,
 ) -> Any:
     """Compute dot products of a tile's queries with `num_keys` contiguous keys. # queries [dim, lanes], keys [keys,
-    dim] -> scores [keys, lanes]"""
+    dim] -> scores [keys, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         arrays = pointers(context, builder, signature, values, 3)
@@ -71,7 +73,8 @@ def add_values(
     """Set sums = shrink * sums + weights^T * values, for `num_keys` keys from `first` on and `num_dims` dimensions.
 
     # weights [keys, lanes], shrink [lanes], places (index of each value's first element) int64 [keys], sums [num_dims,
-    lanes]"""
+    lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         weights, shrink, values, places, sums = pointers(context, builder, signature, arguments, 5)
@@ -96,7 +99,8 @@ def soften(
     """Take one step of the online softmax in powers of two. Scores are overwritten by weights. # scores [keys, lanes]
 
     The step is over `num_keys` keys from `first` on. It updates `highest` (the highest score so far) and `total` (the
-    sum of weights so far), and sets `shrink` to the factor for all earlier sums. # each [lanes]"""
+    sum of weights so far), and sets `shrink` to the factor for all earlier sums. # each [lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, highest, total, shrink = pointers(context, builder, signature, values, 4)
@@ -128,7 +132,8 @@ def hide(
     """Hide the scores of keys [begin, end) that a lane does not see. A lane sees the last `window` keys before its
     limit.
 
-    # scores [keys, lanes], of which the first is key `before` of the sequence; limits int32 [lanes]"""
+    # scores [keys, lanes], of which the first is key `before` of the sequence; limits int32 [lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, limits = pointers(context, builder, signature, values, 2)
@@ -148,7 +153,8 @@ def hide(
 @inlined
 def rescale(typing_context: Any, sums: Any, factors: Any, count: Any, lanes: Any) -> Any:
     """Multiply each lane's sums by the lane's factor, unless all factors are one. # sums [count, lanes], factors
-    [lanes]"""
+    [lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         sums, factors = pointers(context, builder, signature, values, 2)

@@ -4,7 +4,8 @@ programs.
 No data is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
 graph. A captured step runs any batch of its shape, so its kernels read the number of decodes from `Batch.counts`.
 Position biases, attention in both directions, windows, sinks, soft caps and latent attention run in plain torch. Triton
-is imported only when the backend is built, so that no other code needs it."""
+is imported only when the backend is built, so that no other code needs it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PROGRAMS_A_PROCESSOR = 4
 """Number of programs per multiprocessor in a decode step. Contexts are split until there are so many."""
 CAPTURED_SPLITS = 8
 """Largest number of splits per context in a captured step with prompts, where the host does not know the number of
-decodes. With many decodes, most of the launched splits are unused."""
+decodes. With many decodes, most of the launched splits are unused.
+"""
 LEAST_DOT = 16
 
 
@@ -128,7 +130,8 @@ class TritonAttention(AttentionBackend):
         is_decode: bool = False,
     ) -> None:
         """Compute attention for all prompt chunks, or for all decodes. If several splits are in use, write each one's
-        result and the logarithm of its sum of weights into `split`."""
+        result and the logarithm of its sum of weights into `split`.
+        """
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
@@ -174,7 +177,8 @@ class TritonAttention(AttentionBackend):
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
     """Return the tile for prompt chunks: the largest that compiles for a Hopper GPU without spilling registers. Its
-    speed has not been measured."""
+    speed has not been measured.
+    """
     if dtype == torch.float32:
         tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
     else:
@@ -184,7 +188,8 @@ def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
 
 def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
     """Return the tile for decodes. Its rows are a sequence's queries that read one K/V head. Its speed has not been
-    measured."""
+    measured.
+    """
     wide = dtype == torch.float32 or head_dim > 128
     return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
 
@@ -193,14 +198,16 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
     """Return the number of splits of each decode's context that keeps the device busy, a power of two.
 
     Args:
-        num_tiles: number of decodes times K/V heads."""
+        num_tiles: number of decodes times K/V heads.
+    """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
     return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)
 
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of products: float32 instead of bfloat16 on CPUs and on GPUs without bfloat16 tensor cores
-    (before Ampere)."""
+    (before Ampere).
+    """
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32
     return dtype

@@ -1,7 +1,8 @@
 """Fuse rotary embeddings and gates into one GPU kernel each.
 
 Apart from reading weights, a decode step spends most of its time on launches. In plain torch, each rotation takes about
-ten, for microseconds of work."""
+ten, for microseconds of work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def runs_on(device_type: str) -> bool:
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate queries or keys as `layers.Rotary` does.
-    # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
+    # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x
+    """
     from xrunner.gpu import kernels
 
     num_tokens, num_heads, dim = x.shape

@@ -2,7 +2,8 @@
 
 A captured step reads its batch at fixed addresses. So a batch is copied there and padded to the next captured size.
 Padding in a decode batch is sequences of no request, whose K/V are in a separate block. In other batches it is tokens
-of no sequence. Source: vLLM's and nano-vllm's decode graphs."""
+of no sequence. Source: vLLM's and nano-vllm's decode graphs.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
 """Batch sizes at which decodes are captured. Up to 64 rows, padding adds at most seven rows. In larger batches, padding
-takes little time compared with reading the weights."""
+takes little time compared with reading the weights.
+"""
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
 """Numbers of tokens for which steps with prompts are captured. Products process rows in tiles of 64 to 256, so padding
-takes little time."""
+takes little time.
+"""
 MOST_SEQUENCES = 256
 """Largest number of sequences in a captured step with prompts. It is also the largest number of tokens whose logits the
-step computes."""
+step computes.
+"""
 
 
 class Capture(Protocol):
@@ -42,7 +46,8 @@ class GraphedModel:
     graph.
 
     Args:
-        cache: the K/V cache. Its last block is not in the pool: padding tokens use it."""
+        cache: the K/V cache. Its last block is not in the pool: padding tokens use it.
+    """
 
     def __init__(
         self,
@@ -91,7 +96,8 @@ class _Captured:
     """Steps captured in several sizes, either of decodes only, or of any sequences (`is_mixed`). All read their batch
     at the same addresses.
 
-    K/V of padding tokens are written to the first slot of the last block."""
+    K/V of padding tokens are written to the first slot of the last block.
+    """
 
     def __init__(
         self, cache: KvCache, sizes: tuple[int, ...], sequences: int, num_blocks: int, *, is_mixed: bool

@@ -3,7 +3,8 @@
 One attention kernel serves decodes and prompt chunks. A program computes a tile of queries that read one K/V head. A
 row is the query of one token and one head. The program goes over the sequence's blocks with an online softmax in powers
 of two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention
-(arXiv 2309.06180) for the blocks."""
+(arXiv 2309.06180) for the blocks.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def attend_kernel(
     """Compute the attention of a tile of queries over one split of the sequence's keys. Grid: tiles, K/V heads, splits.
 
     The sequences are the decodes (IS_DECODE), or those from `first_sequence` on. In a captured step, the grid is large
-    enough for any batch of this size."""
+    enough for any batch of this size.
+    """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
     in_use = splits
@@ -168,7 +170,8 @@ def _go_over(
     IS_MASKED: tl.constexpr,
 ):
     """Process keys [begin, end): update the sums and the softmax state. Without IS_MASKED, every row must see all these
-    keys."""
+    keys.
+    """
     d = tl.arange(0, PADDED_DIM)
     in_head = d < HEAD_DIM
     for start in range(begin, end, KEYS):
@@ -216,7 +219,8 @@ def combine_kernel(
     IS_CAPTURED: tl.constexpr,
 ):
     """Combine the results of a decode's splits for one head. Grid: pairs (decode, head), in a captured step for the
-    largest number of decodes."""
+    largest number of decodes.
+    """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
     in_use = splits
@@ -242,7 +246,8 @@ def combine_kernel(
 def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return the sequence and the first token of a program's tile. A decode has one tile. A prompt chunk has tiles of
     TOKENS tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. Some tiles may be empty,
-    but the host need not know the lengths."""
+    but the host need not know the lengths.
+    """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
     else:

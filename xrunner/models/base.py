@@ -22,7 +22,8 @@ class DecoderLayer(nn.Module):
     output to the hidden states.
 
     Args:
-        norms_results: whether the output of each block goes through another norm before it is added (Gemma)."""
+        norms_results: whether the output of each block goes through another norm before it is added (Gemma).
+    """
 
     def __init__(
         self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, *, norms_results: bool = False
@@ -40,7 +41,8 @@ class DecoderLayer(nn.Module):
 
         Args:
             rows: tokens whose outputs are needed. For the others, only keys and values are computed. None means all
-                tokens."""
+                tokens.
+        """
         if rows is not None:
             attend = partial(attend_to, attend, rows)
         attended = self.attention(self.attention_norm(hidden), batch.positions, attend)
@@ -72,7 +74,8 @@ class Model(nn.Module):
         checkpoint_copies: for each tensor that a checkpoint may store more than once, the names of its copies.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
         first_layers: for each list of layers, the checkpoint's number of the list's first layer. Other lists begin at
-            0."""
+            0.
+    """
 
     decoder_start: tuple[int, ...] = ()
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
@@ -100,7 +103,8 @@ class Model(nn.Module):
 
     def layer(self, empty: Empty, layer: int) -> DecoderLayer:
         """Return a new layer. Families with another structure return a subclass of `DecoderLayer`. Its `forward` must
-        call `attend_to` if `rows` are given."""
+        call `attend_to` if `rows` are given.
+        """
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
@@ -134,7 +138,8 @@ class Model(nn.Module):
         """Run one step. Return the logits of `batch.logit_rows`. # [sampled, vocab]
 
         In a pipeline, every stage except the last returns hidden states. The next stage gets them as `received`. #
-        [tokens, hidden]"""
+        [tokens, hidden]
+        """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Weights cannot be loaded after this."""
@@ -168,7 +173,8 @@ class DecoderModel(Model):
     """A decoder-only model: embedding, layers, head.
 
     `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same shape. `attend` is any `layers.Attend`. After
-    the last layer's attention, tokens whose logits are not needed are dropped."""
+    the last layer's attention, tokens whose logits are not needed are dropped.
+    """
 
     last_modules = ("final_norm", "lm_head")
 

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, experts in groups, shared experts, and no experts in the first layers.
 
-Sources: arXiv 2405.04434, arXiv 2412.19437. V3's multi-token prediction layers are not run."""
+Sources: arXiv 2405.04434, arXiv 2412.19437. V3's multi-token prediction layers are not run.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 In a batch, a new sequence consists of its whole prompt and the decoder's start token. A decoding sequence consists of
 its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are computed once. The
 slots after the prompt's hold the keys and values of the decoder's self-attention. The encoder's own keys and values are
-needed only within one layer of one step. They have a temporary cache."""
+needed only within one layer of one step. They have a temporary cache.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class CrossLayer(nn.Module):
         self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, cross_attend: Attend
     ) -> Tensor:
         """Run the layer. `attend` computes self-attention, `cross_attend` cross-attention.
-        # [tokens, hidden] -> same"""
+        # [tokens, hidden] -> same
+        """
         hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
         hidden = hidden + self.cross(self.cross_norm(hidden), memory, cross_attend)
         return hidden + self.mlp(self.mlp_norm(hidden))
@@ -97,7 +99,8 @@ class EncoderDecoderModel(Model):
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
         """Run one step. Return the logits for each sequence's next token. There is always one, since prompts are never
-        cut. # [sequences, vocab]"""
+        cut. # [sequences, vocab]
+        """
         assert received is None, (
             "`run` needs the whole model: run a stage by `encode` and `decode`, since prompts pass all encoder stages "
             "first"
@@ -107,7 +110,8 @@ class EncoderDecoderModel(Model):
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
         """Run the encoder over a step's prompts, which are concatenated. Return None if the step has no prompts.
 
-        Stages except the last return hidden states for the next stage. # [prompt tokens, hidden]"""
+        Stages except the last return hidden states for the next stage. # [prompt tokens, hidden]
+        """
         assert batch.prompt_len is not None
         lengths = batch.prompt_len[batch.num_decodes :]
         if not len(lengths):
@@ -141,7 +145,8 @@ class EncoderDecoderModel(Model):
             received: hidden states from the previous stage, if this is not the first. # [sequences, hidden]
 
         Returns:
-            logits in the last stage, hidden states in others. # [sequences, vocab or hidden]"""
+            logits in the last stage, hidden states in others. # [sequences, vocab or hidden]
+        """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
         decoded, cross_batch = own_tokens(batch), recalling(batch)
         bias = self.own_bias(decoded)
@@ -171,20 +176,23 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 def own_tokens(batch: Batch) -> Batch:
     """Return the batch for the decoder's self-attention. Each sequence has one query: its last decoder token. It
-    attends to the sequence's decoder tokens and not to the prompt."""
+    attends to the sequence's decoder tokens and not to the prompt.
+    """
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 
 def recalling(batch: Batch) -> Batch:
     """Return the batch for cross-attention. Each sequence has one query, which attends to the prompt. The keys and
-    values of new prompts are written."""
+    values of new prompts are written.
+    """
     assert batch.prompt_len is not None
     return replace(_one_each(batch, _is_prompt(batch)), context_len=batch.prompt_len)
 
 
 def reading_batch(lengths: Tensor) -> Batch:
     """Return the batch for the encoder's attention: whole prompts of these lengths, in consecutive blocks. # int32
-    [prompts]"""
+    [prompts]
+    """
     length = lengths.cpu().numpy()
     num_blocks = -(-length // READING_BLOCK)
     tables = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
@@ -202,7 +210,8 @@ def reading_batch(lengths: Tensor) -> Batch:
 
 def _one_each(batch: Batch, written: Tensor) -> Batch:
     """Return the batch with one query for each sequence. Keys and values are written for the `written` tokens.
-    # bool [tokens] or indices"""
+    # bool [tokens] or indices
+    """
     num_sequences = len(batch.context_len)
     return replace(
         _tokens(batch, written),

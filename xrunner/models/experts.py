@@ -1,7 +1,8 @@
 """Implement a mixture of experts: a router and the experts, which are feed-forward blocks.
 
 Each expert is a separate block, so that its weights are read, cut and packed like the weights of any other block. A
-rank may hold some of the experts, or a slice of every expert."""
+rank may hold some of the experts, or a slice of every expert.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def of_one_expert(spec: ModelSpec) -> ModelSpec:
 
 class Router(nn.Module):
     """Chooses experts for each token. Scores are in the dtype of activations, even if other products have another
-    dtype."""
+    dtype.
+    """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ class Router(nn.Module):
 
     def _within_best_groups(self, rated: Tensor) -> Tensor:
         """Return the ratings, with minus infinity for experts outside each token's best groups. # [tokens, experts] ->
-        same"""
+        same
+        """
         groups = rated.unflatten(-1, (self.of.num_groups, -1))
         looked_at = 1 if self.e_score_correction_bias is None else 2
         best = groups.topk(looked_at, dim=-1).values.sum(dim=-1).topk(self.of.active_groups, dim=-1).indices
@@ -63,7 +66,8 @@ class Router(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """Sums the outputs of each token's experts, with the router's weights. Then adds the output of the shared experts,
-    which is computed for every token."""
+    which is computed for every token.
+    """
 
     def __init__(self, empty: Empty, spec: ModelSpec, block: Callable[[], nn.Module], *, router_bias: bool) -> None:
         super().__init__()

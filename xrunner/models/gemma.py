@@ -1,7 +1,8 @@
 """Gemma 2 and 3: Llama with norms before and after each block, windows in some layers, and scaled embeddings.
 
 Gemma 2 applies a soft cap to scores and logits. Gemma 3 instead normalises each head's query and key. Its layers with
-windows have a separate rotary base. Sources: arXiv 2408.00118, arXiv 2503.19786."""
+windows have a separate rotary base. Sources: arXiv 2408.00118, arXiv 2503.19786.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ GAIN, LIMIT = 1.702, 7.0
 
 class LimitedMlp(GatedMlp):
     """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))). The values of gate and up are clamped. Their outputs alternate
-    in one weight."""
+    in one weight.
+    """
 
     takes_turns: ClassVar[bool] = True
 

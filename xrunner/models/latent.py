@@ -29,7 +29,8 @@ class LatentSelfAttention(nn.Module):
     """Self-attention over each token's stored vector: a latent part, and a key that is rotated to the token's position.
 
     Args:
-        scoring: the layer's scoring. Its default scale is that of spec.head_dim, not of the stored vector."""
+        scoring: the layer's scoring. Its default scale is that of spec.head_dim, not of the stored vector.
+    """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, rotary: Rotary, scoring: Scoring) -> None:
         super().__init__()

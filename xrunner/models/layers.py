@@ -1,7 +1,8 @@
 """The blocks that model families consist of. None has code for parallelism.
 
 Each block takes the argument `empty`, a function that allocates a parameter: `torch.empty` with dtype and device bound.
-The parameters' values are loaded later (weights.py)."""
+The parameters' values are loaded later (weights.py).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Empty = Callable[..., Tensor]
 class Attend(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """Return the attention of each query. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens,
-        heads * dim]"""
+        heads * dim]
+        """
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
@@ -38,7 +40,8 @@ class Linear(nn.Module):
     """Computes activation(x W^T + b). Several projections of the same input may be fused into one.
 
     Args:
-        weight: an existing weight to use (a tied head). None means that the block allocates one."""
+        weight: an existing weight to use (a tied head). None means that the block allocates one.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,8 @@ class Linear(nn.Module):
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
         The original weight is then freed, unless it is tied. A tied weight stays in the embedding, so its packed copy
-        takes additional memory."""
+        takes additional memory.
+        """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
             self.weight = None
@@ -92,7 +96,8 @@ class Head(Linear):
         Args:
             highest_only: whether only each row's argmax is needed. Other logits may then be wrong, but are never
                 higher.
-            added: numbers to add to the logits. # [rows, vocab]"""
+            added: numbers to add to the logits. # [rows, vocab]
+        """
         if highest_only and self._highest is not None:
             return self._highest(x, added)
         logits = super().forward(x)
@@ -148,7 +153,8 @@ class Rotary(nn.Module):
 
     Layers that share one object share a step's angles, since computing angles takes longer than rotating a few rows.
 
-    Source: RoFormer (arXiv 2104.09864)."""
+    Source: RoFormer (arXiv 2104.09864).
+    """
 
     frequencies: Tensor  # float32 [dimensions that turn / 2], radians a position
 
@@ -181,7 +187,8 @@ class Rotary(nn.Module):
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the positions' angles. They are computed once per step. # two of [tokens, dim
-        / 2]"""
+        / 2]
+        """
         if self._last is not None and self._last[0] is positions:
             return self._last[1:]
         angles = positions[:, None] * self.frequencies
@@ -199,7 +206,8 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     they interpolate by the number of rotations (Llama 3.1) or by the pair's index (YaRN).
 
     Raises:
-        InputError: this kind of `rope_scaling` is not supported."""
+        InputError: this kind of `rope_scaling` is not supported.
+    """
     dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
     frequencies = spec.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match spec.rope_scaling:
@@ -233,7 +241,8 @@ class RelativeBias(nn.Module):
 
     Half of the buckets contain one distance each. The others contain increasingly many distances, the last one all
     longer distances. In a bidirectional encoder, each direction has half of the buckets. Source: arXiv 1910.10683 sec.
-    2.1."""
+    2.1.
+    """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
         super().__init__()
@@ -276,7 +285,8 @@ class SelfAttention(nn.Module):
 
     Args:
         qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3). None means no norm.
-        scoring: the layer's scoring. Its sinks, if the model has any, are a parameter of this block."""
+        scoring: the layer's scoring. Its sinks, if the model has any, are a parameter of this block.
+    """
 
     def __init__(
         self,
@@ -328,7 +338,8 @@ class CrossAttention(nn.Module):
     def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
         """Attend to the encoder's output. `memory` is its part for new prompts. Earlier prompts' keys and values are
         cached.
-        # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
+        # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]
+        """
         q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
         k = v = q[:0]
         if memory is not None:
@@ -337,7 +348,8 @@ class CrossAttention(nn.Module):
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the encoder's output. # [encoder tokens, hidden] -> two of [encoder tokens,
-        heads, dim]"""
+        heads, dim]
+        """
         k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
         return k, v
 
@@ -357,7 +369,8 @@ class GatedMlp(nn.Module):
 
     Attributes:
         takes_turns: whether the outputs of gate and up alternate in the stored weight. The subclass then applies the
-            activation function."""
+            activation function.
+    """
 
     takes_turns: ClassVar[bool] = False
 

@@ -1,6 +1,7 @@
 """Llama: rotary positions, RMS norm before each block, gated SiLU, grouped-query heads. Source: arXiv 2407.21783.
 
-Mistral (arXiv 2310.06825) has the same parts."""
+Mistral (arXiv 2310.06825) has the same parts.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4: Llama, with fused projections in checkpoints (queries, keys and values; gate and up). Source: arXiv
-2404.14219."""
+2404.14219.
+"""
 
 from __future__ import annotations
 

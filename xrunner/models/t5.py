@@ -1,6 +1,7 @@
 """T5, T5 1.1 and Flan-T5: relative positions, RMS norm before each block, no biases. The latter two have gates.
 
-Source: arXiv 1910.10683."""
+Source: arXiv 1910.10683.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from xgpt.core.schema import DType
 
 PackedLinear = Callable[[Tensor, Tensor | None], Tensor]
 """Returns activation(x W^T + b) for x and b. A gate halves the number of outputs.
-# float32 [rows, in], [out] -> [rows, out or out / 2]"""
+# float32 [rows, in], [out] -> [rows, out or out / 2]
+"""
 
 Shape = tuple[int, int]
 """The shape of a weight: (out, in)."""
@@ -19,7 +20,8 @@ Shape = tuple[int, int]
 
 HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
 """Returns x W^T plus the given numbers. Each row's argmax is that of the float32 sums. The row's other sums may be
-wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]"""
+wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
+"""
 
 
 class WeightLayout(NamedTuple):
@@ -31,7 +33,8 @@ class WeightLayout(NamedTuple):
         pack: packs a float32 weight [out, in]. Returns a function that multiplies by it and applies the named
             activation function.
         pack_highest: packs a float32 weight [out, in], given also the function that multiplies by it in float32.
-            Returns a function that finds each row's argmax. None means that the layout is not used for this."""
+            Returns a function that finds each row's argmax. None means that the layout is not used for this.
+    """
 
     dtype: DType
     is_available: Callable[[], bool]

@@ -1,7 +1,8 @@
 """List the weight layouts by name, of xgpt's own kernels and of torch's libraries, and choose among them.
 
 Which layout is fastest depends on the processor: `fastest` compares them. torch's libraries are MKL and oneDNN. Without
-packing, F.linear rearranges the weight in every call, which takes 10% (256 rows) to 60% (8 rows) of the call's time."""
+packing, F.linear rearranges the weight in every call, which takes 10% (256 rows) to 60% (8 rows) of the call's time.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def _with_onednn_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
 def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
     """Return a function that multiplies in int8, with a scale per output. Each call rounds x, with a scale per row.
 
-    Sums are int32. Scales, bias and activation function are float32."""
+    Sums are int32. Scales, bias and activation function are float32.
+    """
     numbers, scales = quantise(weight)
     packed = torch.ops.onednn.qlinear_prepack(numbers, None)
     zero_points = torch.zeros(len(scales), dtype=torch.int32)
@@ -86,7 +88,8 @@ def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
 @cache
 def _int8_is_exact() -> bool:
     """Return whether oneDNN's int8 products are exact. On processors without int8 dot-product instructions, the sum of
-    two products saturates at 16 bits."""
+    two products saturates at 16 bits.
+    """
     if not torch.backends.mkldnn.is_available():
         return False
     product = _with_onednn_int8(torch.full((16, 64), 127.0), "none")
@@ -121,7 +124,8 @@ def pack(
 
     Args:
         layouts: the layout for each shape, by `shape_name`. If it is missing or not available here, the first available
-            layout is used."""
+            layout is used.
+    """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     available = layouts_of(dtype)
@@ -136,7 +140,8 @@ def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str]
     this.
 
     Args:
-        layouts: has the name of an int8 layout under `HEAD`."""
+        layouts: has the name of an int8 layout under `HEAD`.
+    """
     name = (layouts or {}).get(HEAD)
     if name is None or name not in layouts_of("int8"):
         return None
@@ -150,10 +155,12 @@ MOST_PRODUCT = 2**33
 REPEATS = 5
 TIE = 1.05
 """Layouts whose mean time is within this factor of the least mean time count as equal, since two measurements of one
-product may differ by 5%."""
+product may differ by 5%.
+"""
 EVICTING = 2**24
 """Number of float32 numbers (64 MiB) to read before each product. In a real step, too, a weight is no longer in a
-core's cache."""
+core's cache.
+"""
 
 
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
@@ -161,7 +168,8 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
     A weight is stored once, so one layout serves all numbers of rows. For each number in ROWS, a layout's time is
     divided by the fastest layout's time, and the layout with the lowest mean ratio is chosen. Of several within `TIE`,
-    it is the first of LAYOUTS, so that repeated measurements agree."""
+    it is the first of LAYOUTS, so that repeated measurements agree.
+    """
     names = layouts_of(dtype)
     if len(names) < 2:
         return {}
@@ -175,7 +183,8 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
     """Return, under `HEAD`, the name of the int8 layout that finds each row's argmax fastest. Return {} if none is
-    clearly faster than float32."""
+    clearly faster than float32.
+    """
     weight = torch.randn(shape)
     whole = pack(weight, "none", "float32", layouts)
     if whole is None:
@@ -202,7 +211,8 @@ def mean_times(
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
     """Return each product's shortest time with x, in seconds. Products take turns. Before each call, `others` is read,
-    so that the weights leave the cache."""
+    so that the weights leave the cache.
+    """
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
         for name, product in products.items():

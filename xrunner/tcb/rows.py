@@ -5,7 +5,8 @@ too. Until the longest output has ended, a decode step computes one token of eve
 many requests in each slot as the fullest slot has. Keys and values are stored slot by slot until the batch has ended.
 `Rows.keep` removes slots whose requests have all ended. Each request's positions start at 0.
 
-Attention is computed over whole slots, with a mask. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8)."""
+Attention is computed over whole slots, with a mask. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor 
         bias: numbers to add to the scores, equal in all slots. # [heads, queries, keys]
 
     Returns:
-        # like q"""
+        # like q
+    """
     at_once = len(q)
     if bias is not None and len(allowed) > 1:
         at_once = min(at_once, MASK_BYTES // bias.nbytes)
@@ -79,7 +81,8 @@ def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
     """Return whether each query and key belong to the same request. For a query that is padding, return True for all
     keys, so that no sum of weights is zero.
 
-    # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]"""
+    # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
+    """
     return (queries[..., None] == keys[:, None]) | (queries[..., None] == PADDING)
 
 
@@ -92,7 +95,8 @@ class Layout:
         owner: each token's request, by its number in the slot, or `PADDING`. # int64 [slots, tokens]
         slot, number: each request's slot, and its number among the slot's requests. # int64 [requests]
         length, end: number of each request's prompt tokens, and the index of the last one in its slot. # int64
-            [requests]"""
+            [requests]
+    """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:
         shape = (batch.num_slots, batch.slot_tokens)
@@ -114,7 +118,8 @@ class Layout:
 
 class Rows(ABC):
     """A row batch on the device. In decode steps, attention is computed as if every slot had `most` requests. All other
-    operations are computed only for real requests."""
+    operations are computed only for real requests.
+    """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
         self._most = layout.most
@@ -127,17 +132,20 @@ class Rows(ABC):
         self._sees_prompt = same_owner(numbers, self._owner)
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
         """Whether each request's generated tokens attend to each generated token of the slot. A step's tokens are
-        adjacent, one per request, so a request attends to every `most`-th token. # bool [1, most, steps * most]"""
+        adjacent, one per request, so a request attends to every `most`-th token. # bool [1, most, steps * most]
+        """
 
     @abstractmethod
     def first(self) -> Tensor:
         """Prefill the prompts. Return the hidden state from which each request's first token is computed. # [requests,
-        hidden]"""
+        hidden]
+        """
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
         """Decode each request's last token. Return the hidden state from which the next token is computed.
-        # int64 [requests] -> [requests, hidden]"""
+        # int64 [requests] -> [requests, hidden]
+        """
 
     @property
     @abstractmethod
@@ -172,7 +180,8 @@ class Rows(ABC):
         scoring: Scoring,
     ) -> Tensor:
         """Compute the attention of a decode step's tokens within their slots.
-        # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
+        # q, k, v [requests, heads, dim] -> [requests, heads * dim]
+        """
         q, k, v = (self._in_slots(x) for x in (q, k, v))
         keys, values = cache.append(k, v)
         return self._of_requests(attend_slots(q, keys, values, allowed, bias, scoring.scale_of(q.shape[-1])))
@@ -201,7 +210,8 @@ class SlotCache:
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the first tokens of some slots, from slot `start` on. Return them as stored.
 
-        # each [slots, kv_heads, tokens, dim] -> same"""
+        # each [slots, kv_heads, tokens, dim] -> same
+        """
         slots, heads, tokens, dim = k.shape
         if self._kv is None:
             self._kv = k.new_empty((2, num_slots, heads, self._most, dim), dtype=self._dtype)
@@ -212,7 +222,8 @@ class SlotCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of further tokens, if any, to all slots. Return those of all tokens so far.
-        # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
+        # each [slots, kv_heads, tokens, dim] -> [.., all, dim]
+        """
         if self._kv is None:
             slots, heads, _, dim = k.shape
             self._kv = k.new_empty((2, slots, heads, self._most, dim), dtype=self._dtype)
@@ -331,7 +342,8 @@ class _EncoderDecoderRows(Rows):
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
         """Run one decoder step. `memory` is the encoder's output in the first step. # int64 [requests] -> [requests,
-        hidden]"""
+        hidden]
+        """
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most

@@ -26,7 +26,8 @@ class _RunningBatch:
         slot: slot of each request. # int64 [requests]
         lines: each request's row in the sampler. # int64 [requests]
         context: number of each request's tokens whose K/V are stored. # int32 [requests]
-        last_token: each request's next input token. # int64 [requests]"""
+        last_token: each request's next input token. # int64 [requests]
+    """
 
     def __init__(self, rows: Rows, placed: Layout, sampler: Sampler, before: int) -> None:
         self.rows, self.sampler = rows, sampler
@@ -46,7 +47,8 @@ class RowWorker(OneAtATime):
     """Executes the steps of row batches. One step encodes a whole batch, later steps decode all its requests.
 
     A request that has ended is computed until its whole batch or, with slots, its whole slot has ended. Keys and values
-    are in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory."""
+    are in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
+    """
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 vLLM's engine core loads `scheduler.XgptScheduler`, in which xgpt.core.policies decides what each step encodes and
 decodes. vLLM's processes import this package and have their own torch, so this package itself imports neither torch nor
-other parts of xrunner. Only modules that run in vLLM's processes import vllm."""
+other parts of xrunner. Only modules that run in vLLM's processes import vllm.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 

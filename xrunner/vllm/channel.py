@@ -2,7 +2,8 @@
 
 The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
 this socket to receive requests. Each engine core connects to report its steps and to receive plans. A core reads plans
-between two steps, so an idle core replies only after the next request."""
+between two steps, so an idle core replies only after the next request.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Reste
 WARM_UP = -1
 _NONE_NOW = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Errors of `accept` after which to try again later. If no file descriptor is free, `accept` fails even if no process
-is connecting."""
+is connecting.
+"""
 _FRONT = "front"
 
 
@@ -33,7 +35,8 @@ class VllmHello(msgspec.Struct, tag="hello", array_like=True):
 
     Attributes:
         group: number of the host's group in its lane, whose groups are vLLMs of their own.
-        plans: whether the engine core follows plans. None means that the sender is a host."""
+        plans: whether the engine core follows plans. None means that the sender is a host.
+    """
 
     lane: LaneName
     plans: bool | None = None
@@ -66,7 +69,8 @@ class VllmEnd(EngineEnd[Down]):
 
 class Lanes:
     """The front's end of all lanes' connections. It presents hosts and engine cores as one engine
-    (`FrontConnection`)."""
+    (`FrontConnection`).
+    """
 
     def __init__(
         self, directory: str, hosts: Sequence[Host], num_cores: int, has_ended: Callable[[], bool] = lambda: False

@@ -20,10 +20,12 @@ CPU_PIPELINE = "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
 GPU_BLOCK_SIZE = 16
 MAX_RUNNING = 1024
 """Largest number of concurrent requests for which vLLM prepares batches, even if more would fit in the plan's
-memory."""
+memory.
+"""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """The variable with the port at which a lane's NixlConnector describes how to reach the lane's K/V. Lanes on one
-machine have different ports."""
+machine have different ports.
+"""
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
     "the plan is for vLLM's own scheduler, which xgpt's scheduler would replace: run the `vllm serve` command that "
@@ -56,7 +58,8 @@ def block_size_of(cluster: ClusterSpec) -> int:
 def computing_cores(cluster: ClusterSpec) -> int:
     """Return how many cores of this machine compute for each CPU device of the cluster.
 
-    If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself."""
+    If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself.
+    """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
 
@@ -66,7 +69,8 @@ def variables(cluster: ClusterSpec, devices: Sequence[int], threads: int | None 
 
     On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
     loop, and another if there is a K/V connector. Profiles are measured with a connector, so without these variables
-    they would be measured on other cores than the server uses."""
+    they would be measured on other cores than the server uses.
+    """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
     cores = min(threads or computing_cores(cluster), num_cores() // cluster.devices_per_node)
@@ -110,7 +114,8 @@ def own_arguments(plan: Plan) -> list[str]:
     """Return the arguments of `vllm serve` that run one replica of a plan with vLLM's own scheduler.
 
     Raises:
-        InputError: vLLM cannot run the plan."""
+        InputError: vLLM cannot run the plan.
+    """
     settings_of(plan)
     return list(_launch(plan, "both", plan.stages, "", {}).sizes)
 
@@ -119,7 +124,8 @@ def launch_lane(
     plan: Plan, lane: LaneName, connector: dict[str, Any], group: int = 0, *, config: dict[str, Any] | None = None
 ) -> Launch:
     """Return how to start vLLM for one lane of a WAA plan, or for a group of its encode lane, with vLLM's own
-    scheduler."""
+    scheduler.
+    """
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     if lane == "encode" and plan.prefill_groups > 1:
         stages = stages[group : group + 1]
@@ -200,7 +206,8 @@ def quantizes(plan: Plan) -> bool:
 
 def context_of(plan: Plan, stages: Sequence[Stage]) -> int:
     """Return the length, in tokens, of the longest request that vLLM may accept: vLLM starts only if its K/V memory can
-    hold one such request."""
+    hold one such request.
+    """
     return min(plan.model.max_context, int(LEAST_KV * _num_blocks(plan, stages)) * block_size_of(plan.cluster))
 
 

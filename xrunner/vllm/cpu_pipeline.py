@@ -11,7 +11,8 @@ class CpuPipelineWorker(CPUWorker):
     """Runs one step before the first real one, as vLLM's GPU workers do.
 
     On CPUs, vLLM 0.32 omits this step if steps are not compiled and the size of the K/V memory is given. Then the
-    stages after the first have no buffer for received hidden states, and their first step fails."""
+    stages after the first have no buffer for received hidden states, and their first step fails.
+    """
 
     model_runner: Any
 

@@ -26,7 +26,8 @@ from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
-socket's path is limited."""
+socket's path is limited.
+"""
 
 
 class Instances:
@@ -38,7 +39,8 @@ class Instances:
         connect: builds the front's end of the channel, given the directory and a function that returns whether a
             process has ended.
         followers: the other machines of a single vLLM, all of which must connect before it starts. None means that
-            there are none."""
+            there are none.
+    """
 
     def __init__(
         self,
@@ -112,7 +114,8 @@ class VllmEngine(RemoteEngine):
 
     Raises:
         InputError: vLLM cannot run the plan.
-        MachineError: vLLM is not installed, or does not start."""
+        MachineError: vLLM is not installed, or does not start.
+    """
 
     def __init__(
         self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True, machines: Machines | None = None
@@ -132,7 +135,8 @@ class VllmEngine(RemoteEngine):
         """Return whether a request continues with the same tokens if its output so far is prefilled with the prompt.
 
         The tokens would differ if the request has penalties, since these would ignore the output so far, or if it
-        samples at random, since the generator would restart from the seed."""
+        samples at random, since the generator would restart from the seed.
+        """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty
         return not is_penalised and not (sampling.temperature and self.takes_seeds)
@@ -143,7 +147,8 @@ class VllmEngine(RemoteEngine):
 
 def limits_of(plan: Plan) -> KvLimits:
     """Return the limits on one request's K/V memory when a plan runs in vLLM. Raises InputError if vLLM cannot run
-    it."""
+    it.
+    """
     if len(plan.policy.lanes) > 1:
         check_waa(plan)
         return policies.build(plan).pool

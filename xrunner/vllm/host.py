@@ -2,7 +2,8 @@
 
 This process receives requests from `xgpt serve` and submits them to vLLM. Engine cores' schedulers report each step to
 `xgpt serve` themselves (`channel`). The process listens on no network, unless vLLM runs on several machines (`store`).
-With a `--node-rank` above 0, it only runs workers for another machine's engine."""
+With a `--node-rank` above 0, it only runs workers for another machine's engine.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ SAMPLED = Submit(
     )
 )
 """A request that makes vLLM compile its sampler. Without it, the first request that samples would delay all others by
-20 s."""
+20 s.
+"""
 
 
 class VllmHost:
@@ -100,13 +102,15 @@ def takes_seeds() -> bool:
     """Return whether vLLM supports a separate random generator for a request.
 
     If a prompt is executed in chunks, vLLM resets the generator. On CPUs, torch cannot reset a generator, and vLLM's
-    engine would end."""
+    engine would end.
+    """
     return not current_platform.is_cpu()
 
 
 def sampling_params(message: Submit) -> SamplingParams:
     """Return vLLM's sampling parameters for a request. vLLM ends the request at stop tokens. The scheduler handles the
-    request's other properties."""
+    request's other properties.
+    """
     request = message.generation
     fields = {
         "id": request.id,

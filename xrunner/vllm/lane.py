@@ -33,7 +33,8 @@ class VllmRoom:
     """vLLM's limits on requests.
 
     Attributes:
-        num_blocks: number of K/V blocks. A block has `block_size` tokens, whatever the plan's block size."""
+        num_blocks: number of K/V blocks. A block has `block_size` tokens, whatever the plan's block size.
+    """
 
     num_blocks: int
     block_size: int
@@ -47,7 +48,8 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
         blocks: number of blocks for requests. By default it is the plan's number, or slightly less if vLLM has fewer.
 
     Raises:
-        InputError: vLLM cannot run the plan's policy, or has too little K/V memory (`LEAST_KV`)."""
+        InputError: vLLM cannot run the plan's policy, or has too little K/V memory (`LEAST_KV`).
+    """
     if blocks is None:
         blocks = min(stage.kv_blocks for stage in plan.stages) * plan.block_size // room.block_size
         blocks = min(blocks, max(room.num_blocks, int(LEAST_KV * blocks)))

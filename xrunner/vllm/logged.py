@@ -34,7 +34,8 @@ class LoggedScheduler(Scheduler):
     With `front` (the directory of an `xgpt serve` run) and `lane`, the scheduler reports each step and its tokens to
     that run, and requests have the numbers that `xgpt serve` has given them. Otherwise requests are counted from 0 in
     the order of arrival. If the K/V of a prompt's first tokens were computed elsewhere, the log has only the prompt's
-    later tokens."""
+    later tokens.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +115,8 @@ class LoggedScheduler(Scheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Process results in the same way as vLLM. In benchmarks, also end a request after its
-        `output_length`. The host sends this length, and the schedule does not know it."""
+        `output_length`. The host sends this length, and the schedule does not know it.
+        """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -192,7 +194,8 @@ class LoggedScheduler(Scheduler):
 class PiecesScheduler(LoggedScheduler):
     """vLLM's scheduler for profiles. A request with the extra argument `step_tokens` limits the tokens of later steps.
 
-    Prompts are then cut as with such a token budget. Decodes also count towards the budget."""
+    Prompts are then cut as with such a token budget. Decodes also count towards the budget.
+    """
 
     max_num_scheduled_tokens: int  # vLLM's own
 
@@ -208,7 +211,8 @@ def extra_of(request: Request) -> dict[str, Any]:
 
 def arrival_of(number: int, request: Request) -> Arrival:
     """Return a request as an arrival at this moment. Deadlines are on the clock of `time.perf_counter_ns`, which all
-    processes share."""
+    processes share.
+    """
     extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
     account = Account(*extra["account"]) if "account" in extra else ANYONE
     deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")

@@ -3,7 +3,8 @@ starts.
 
 vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
 workers may wait for ever for a lost worker. So each other machine has a connection to the first machine, and starts its
-workers on command. If one end of a connection is lost, the other end stops its part of vLLM, and connects again."""
+workers on command. If one end of a connection is lost, the other end stops its part of vLLM, and connects again.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
 """Messages from the first machine. They tell the receiver to start its workers, to end for good, or that it is refused.
-It is refused if it has another plan, or if its rank is in use."""
+It is refused if it has another plan, or if its rank is in use.
+"""
 GREETING_BYTES = 256
 GREET_S = 5.0
 MEET_S = 600.0
@@ -46,7 +48,8 @@ class Machines:
     """The machines that run one vLLM, and this machine's number among them.
 
     Attributes:
-        host, port: address of the first machine, and port to which the others connect. vLLM uses the next port."""
+        host, port: address of the first machine, and port to which the others connect. vLLM uses the next port.
+    """
 
     count: int
     rank: int
@@ -160,7 +163,8 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
         is_over: called twice a second. When it returns True, this function returns.
 
     Raises:
-        MachineError: the first machine has another plan, or cannot be reached."""
+        MachineError: the first machine has another plan, or cannot be reached.
+    """
     greeting = msgspec.json.encode(_Greeting(machines.rank, _digest(plan))) + b"\n"
     refused_s: float | None = None
     while not is_over():
@@ -207,7 +211,8 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
     """Run this machine's workers until they end, the first machine ends them, or `is_over` returns True.
 
     Returns:
-        Whether to connect again."""
+        Whether to connect again.
+    """
     vllm_python = python()
     with ExitStack() as at_end:
         directory = at_end.enter_context(run_directory())

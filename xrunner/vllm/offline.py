@@ -3,7 +3,8 @@
 JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`. A group starts together and ends before the
 next one begins. A group states the largest number of tokens of each step (null: vLLM's own budget) and its requests,
 each as [prompt tokens, output tokens, whether its K/V are cached]. The executed steps are in the step log of the
-engine's scheduler. Standard output has a line for each group."""
+engine's scheduler. Standard output has a line for each group.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Start vLLM: find the Python in which it is installed, and set the environment of its processes.
 
 vLLM may be installed in another environment, with another torch. vLLM's processes find xgpt and xrunner on their path,
-but no other package of this environment. They use vLLM's own pydantic, msgspec and numpy."""
+but no other package of this environment. They use vLLM's own pydantic, msgspec and numpy.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def python() -> str:
     """Return the Python in which vLLM is installed: `XGPT_VLLM_PYTHON`, or the Python that runs this process.
 
     Raises:
-        MachineError: vLLM is not installed in either of them."""
+        MachineError: vLLM is not installed in either of them.
+    """
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         if not os.access(named, os.X_OK):
@@ -88,7 +90,8 @@ def package_path(parent: Path | None = None) -> Iterator[Path]:
 def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     """Return the environment variables of vLLM's processes: this process's and the given ones.
 
-    A variable that the user has set is not changed. vLLM sends no usage reports unless the user asks for them."""
+    A variable that the user has set is not changed. vLLM sends no usage reports unless the user asks for them.
+    """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
     return {"VLLM_NO_USAGE_STATS": "1", **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
@@ -98,7 +101,8 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
 def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Yield a vLLM process that ends, with all processes that it starts, when the context or this process ends.
 
-    The vLLM process writes output and errors to `stdout`, which the caller must read and close."""
+    The vLLM process writes output and errors to `stdout`, which the caller must read and close.
+    """
     process = subprocess.Popen(
         [*run_module("xrunner.vllm.supervised"), *command],
         env=environment(packages, variables),
@@ -119,7 +123,8 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 def preload(vllm_python: str) -> dict[str, str]:
     """Return the variable that preloads Intel's OpenMP, if the environment of `vllm_python` has this library. vLLM's
-    CPU kernels are fastest with it."""
+    CPU kernels are fastest with it.
+    """
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 

@@ -3,7 +3,8 @@
 xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler sees only these
 requests, and does all other work (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V memory at
 least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also finds,
-shares and evicts blocks, and vLLM follows (`Mirror`)."""
+shares and evicts blocks, and vLLM follows (`Mirror`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class _Execution:
     Attributes:
         missing: requests that vLLM has not yet completely scheduled for this step. For each, the number of its tokens
             that will be computed when the step ends.
-        number, settled: as in the step log, where these vLLM steps count as one step."""
+        number, settled: as in the step log, where these vLLM steps count as one step.
+    """
 
     step: Step
     missing: dict[int, int]
@@ -53,7 +55,8 @@ class _Execution:
 class XgptScheduler(LoggedScheduler):
     """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "front": ADDRESS, "lane": "both"}}`.
 
-    With `front`, it also follows new plans that come through the channel (see `channel`)."""
+    With `front`, it also follows new plans that come through the channel (see `channel`).
+    """
 
     # Attributes of vLLM's own scheduler.
     running: list[Request]
@@ -83,7 +86,8 @@ class XgptScheduler(LoggedScheduler):
         self._open: _Execution | None = None
         self._until: dict[str, int] = {}
         """For each request that vLLM sees, by vLLM's name, the number of its tokens that will have been computed when
-        this step ends."""
+        this step ends.
+        """
         self._pieces: deque[_Execution | None] = deque()
 
     @property
@@ -271,7 +275,8 @@ class XgptScheduler(LoggedScheduler):
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
     """Return the executed step with its requests in the order of the rule's step, since vLLM's order is that of
-    arrival."""
+    arrival.
+    """
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(
@@ -306,7 +311,8 @@ class Mirror:
     itself would evict it.
 
     Raises:
-        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows."""
+        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows.
+    """
 
     def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
         groups = manager.coordinator.single_type_managers

@@ -4,7 +4,8 @@ vLLM has several processes, and some of them continue if the first one is killed
 which is ended when the command ends or standard input closes. This process ends last. By then the group's memory is
 free, and its CPU time counts towards the process that started this one. Standard input closes when the process that
 started this process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the
-command ends the group (`end_group_on_hangup`)."""
+command ends the group (`end_group_on_hangup`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def main(command: list[str]) -> int:
     """Run the command until it ends, or until standard input closes.
 
     Returns:
-        The command's exit code or, if a signal ended the command, 128 plus the signal's number, as in a shell."""
+        The command's exit code or, if a signal ended the command, 128 plus the signal's number, as in a shell.
+    """
     adopt_orphans()
     hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)

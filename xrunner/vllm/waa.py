@@ -3,7 +3,8 @@ request moves from the encode lane to the decode lane.
 
 The two-lane rule decides which prompts the encode lane encodes together, and holds them back until the decode lane can
 decode all of them. vLLM's connector moves a request's K/V. When the prompt has been encoded, the encode lane passes the
-K/V to the connector. The connector reports where the K/V are, unless the decode lane can find them from the prompt."""
+K/V to the connector. The connector reports where the K/V are, unless the decode lane can find them from the prompt.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class _Inside:
 
     Attributes:
         transfer: where the request's K/V are, as the encode lane's connector reports to the decode lane's. None means
-            that the connector has reported nothing."""
+            that the connector has reported nothing.
+    """
 
     request: Generation
     arrived_s: float
@@ -72,7 +74,8 @@ def check_waa(plan: Plan) -> None:
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
     """Return the connector that moves K/V: from GPU to GPU on GPUs, and through files on CPUs, which are only for
-    trials."""
+    trials.
+    """
     if plan.cluster.device.type == "gpu":
         return NIXL
     at = {"shared_storage_path": str(directory / FILES)}

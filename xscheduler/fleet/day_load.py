@@ -55,7 +55,8 @@ class Intervals:
     """A day's load in intervals. # each [intervals]
 
     Attributes:
-        of_requests: the interval in which each request arrives. # [requests]"""
+        of_requests: the interval in which each request arrives. # [requests]
+    """
 
     seconds: Array
     rates: Array
@@ -68,7 +69,8 @@ class Intervals:
 
 def read_day(path: Path, seed: int = 0, growth: Growth = NO_GROWTH) -> Day:
     """Read a day's requests from a trace (CSV, JSON lines) with times, or from YAML with rates and workloads over
-    hours."""
+    hours.
+    """
     if path.suffix in (".yaml", ".yml"):
         return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), growth, np.random.default_rng(seed))
     trace = LogLoad.of(path.stem, read_lengths(path, "trace"), growth).requests

@@ -44,7 +44,8 @@ class FollowedDay:
     """A fleet's replicas during a day, and their cost.
 
     Attributes:
-        samples: (time in s, number of serving replicas, need in requests/s) at each sample."""
+        samples: (time in s, number of serving replicas, need in requests/s) at each sample.
+    """
 
     replicas: tuple[Replica, ...]
     device_hours: float

@@ -39,7 +39,8 @@ MOST_TRIED = 10
 """Largest number of load factors that are tried."""
 MOST_REPAIRED, LOCAL_STEP, MOST_LOCAL = 12, 1.1, 8.0
 """Largest number of fleets that are tried to keep the bounds in each interval. For each, the load of the intervals that
-break them is raised by steps of this factor until their replicas change, up to the last factor."""
+break them is raised by steps of this factor until their replicas change, up to the last factor.
+"""
 DEVIATIONS = 3.0
 """An interval breaks its bounds if its share is lower than required by more than so many standard deviations."""
 NOTHING = 0.01
@@ -92,7 +93,8 @@ def plan_day(
         slo_window: whether the share of requests must keep the bounds in each interval, or of the whole day.
 
     Raises:
-        InfeasibleError: no replica keeps the bounds, or there are too few devices for the load."""
+        InfeasibleError: no replica keeps the bounds, or there are too few devices for the load.
+    """
     started = time.perf_counter()
     found, limits = _candidates(clusters, intervals, startup_s)
     model = FleetModel(day, intervals, tuple(found))
@@ -182,7 +184,8 @@ def _settled(
 ) -> tuple[float, FleetSolution, RequestTimes]:
     """If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds
     for more requests than separate replicas. A load that changes within an interval has the opposite effect. The
-    simulation shows which effect is larger."""
+    simulation shows which effect is larger.
+    """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
     failed = passed = 0.0
@@ -242,7 +245,8 @@ def _repaired(
 
 def _broken(model: FleetModel, times: RequestTimes) -> tuple[npt.NDArray[np.bool_], float]:
     """Return which intervals break the bounds by more than chance, and the smallest share of requests that keep them.
-    # [intervals]"""
+    # [intervals]
+    """
     index, count = model.intervals.of_requests, len(model.intervals.rates)
     quantile = model.candidates[0].kind.plan.constraint.quantile
     arrived = np.maximum(np.bincount(index, minlength=count), 1)

@@ -10,7 +10,8 @@ Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
 Starts in the first interval cost nothing unless `before` states the previous fleet. If replicas need not stay and few
 fleets are possible, the cheapest day is found as a shortest path over intervals and fleets. Otherwise HiGHS finds it by
-branch and bound."""
+branch and bound.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
 """The search stops at a relative gap of `EXACT` for up to `FEW` variables, or of `NEAR` for more. With many variables,
-closing the last half percent would take minutes, and a day's load is not known that precisely."""
+closing the last half percent would take minutes, and a day's load is not known that precisely.
+"""
 FEW = 200
 TIME_S = 30.0
 """After this many seconds, a search stops with its best fleet. Only large problems on slow machines take so long."""
@@ -55,7 +57,8 @@ class FleetProblem:
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
         before: number of replicas of each kind before the first interval. None means the same as in the first interval.
-            # [kinds]"""
+            # [kinds]
+    """
 
     needs: Array
     rates: Array
@@ -74,7 +77,8 @@ class FleetSolution:
 
     Attributes:
         replicas: # [intervals, kinds]
-        gap: largest share by which the cost may exceed the optimum."""
+        gap: largest share by which the cost may exceed the optimum.
+    """
 
     replicas: Ints
     cost: float
@@ -96,7 +100,8 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
     """Return the fleet with the lowest cost.
 
     Raises:
-        InfeasibleError: there are too few devices for the load."""
+        InfeasibleError: there are too few devices for the load.
+    """
     _check(problem)
     states = _states(problem, MOST_STATES) if problem.least_stay == 1 else None
     return _by_branching(problem) if states is None else _by_shortest_path(problem, states)
@@ -251,7 +256,8 @@ def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
     """Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
-    solution. # [intervals, kinds], [intervals]"""
+    solution. # [intervals, kinds], [intervals]
+    """
     needs = problem.needs[:, None]
     shares = np.divide(np.minimum(problem.rates, needs), needs, out=np.zeros_like(problem.rates), where=needs > 0)
     return shares, np.where(problem.needs > 0, 1 - SLACK, 0.0)

@@ -34,7 +34,8 @@ class Candidate:
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
     """Return the number of devices on this machine. A CPU counts as several devices: one for each replica whose threads
-    fit on its cores."""
+    fit on its cores.
+    """
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count
@@ -50,7 +51,8 @@ def candidates(
         startup_s: time from ordering a replica until the replica begins to load its weights.
 
     Raises:
-        InfeasibleError: no plan on the devices of one node keeps the bounds."""
+        InfeasibleError: no plan on the devices of one node keeps the bounds.
+    """
     found: list[Candidate] = []
     best_rate, why = 0.0, None
     for size in _sizes(problem):
@@ -96,7 +98,8 @@ def _rate(plan: PlanDraft) -> float:
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
     """Return a plan's kind of replica. Its rate for each group of lengths is the plan's rate, multiplied by the ratio
     of the group's throughput to the throughput under all lengths. A group's own rate within the bounds is not used. It
-    could be zero for long requests, but the bounds need to hold only for all requests of the day together."""
+    could be zero for long requests, but the bounds need to hold only for all requests of the day together.
+    """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
     rates = tuple(_rate(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)

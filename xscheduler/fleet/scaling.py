@@ -1,7 +1,8 @@
 """Scale a fleet by the planned day and by the load: the rule that exports write for Prometheus and KEDA.
 
 Each kind of replica follows the day's schedule, ahead by the time that a replica takes to start. One kind, the cheapest
-for its rate, also takes the load that exceeds what the others hold: ceil((factor * load - others) / rate - SPARED)."""
+for its rate, also takes the load that exceeds what the others hold: ceil((factor * load - others) / rate - SPARED).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Scaling:
         rates: for each kind, the rate that a replica holds for the day's mix of lengths, requests/s. The schedule has
             the replicas that times of heavier lengths need. # [kinds]
         factor: factor on the load: the fleet's load factor, but at least 1.
-        least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]"""
+        least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
+    """
 
     def __init__(self, fleet: FleetPlan) -> None:
         self.fleet = fleet
@@ -50,7 +52,8 @@ class Scaling:
 
     def spans(self, kind: int) -> Iterator[tuple[int, int, int]]:
         """Return the minutes (begin, end) of a day with more than the least number of replicas, and this number. A load
-        that does not repeat daily has none."""
+        that does not repeat daily has none.
+        """
         if abs(self.fleet.edges_s[-1] - 60 * DAY_MIN) > self.fleet.interval_s:
             return
         minutes = groupby(range(DAY_MIN), lambda minute: self.scheduled(kind, 60.0 * minute))

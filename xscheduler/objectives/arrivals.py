@@ -299,7 +299,8 @@ class Arrivals(Objective[PlanDraft]):
         """If the time per token is bounded, return the plan with nearly the smallest batch that sustains the same rate.
 
         If more requests arrive, all steps become full. Full steps keep the bound on the time per token only if batches
-        are small."""
+        are small.
+        """
         plan, rate = best.plan, best.rate
         space = self.scheduler.space_of(plan)
         load = space.forecast.load

@@ -35,21 +35,24 @@ class Objective(ABC, Generic[Schedule]):
         """Return each policy's plans with the highest values in closed form.
 
         Raises:
-            InfeasibleError: closed forms show that no plan keeps the constraint."""
+            InfeasibleError: closed forms show that no plan keeps the constraint.
+        """
 
     @abstractmethod
     def verify(self, ranked: Ranked[Schedule]) -> dict[str, Schedule]:
         """Return each policy's plan with the highest value in simulation.
 
         Raises:
-            InfeasibleError: no plan keeps the constraint."""
+            InfeasibleError: no plan keeps the constraint.
+        """
 
     @abstractmethod
     def certify(self, plans: dict[str, Schedule]) -> dict[str, Found]:
         """Return the plans with what is proven about their question, the highest value first.
 
         Raises:
-            InfeasibleError: no plan sustains the requested arrival rate."""
+            InfeasibleError: no plan sustains the requested arrival rate.
+        """
 
     def settle(self, kinds: Sequence[str]) -> dict[str, Found]:
         return self.certify(self.verify(self.rank(kinds)))

@@ -53,7 +53,8 @@ def found_each(
     Args:
         order: order of admission. None means fcfs or, where it keeps a higher rate, in-time (see `_with_in_time`), and
             the order that tuning finds. A vLLM plan uses xgpt's scheduler class if it has another order or a tuned
-            policy."""
+            policy.
+    """
     engine = problem.engine
     if engine is not None and engine.framework == "vllm" and (policy in TUNED or order not in (None, "fcfs")):
         problem = replace(problem, engine=engine.with_xgpt)
@@ -96,7 +97,8 @@ def best_of_each(
     """Return the best schedule of each policy by the problem's objective, the best of all first.
 
     Args:
-        finish: completes a draft before it is simulated. For example, it sets the order of admission."""
+        finish: completes a draft before it is simulated. For example, it sets the order of admission.
+    """
     constraint = by.problem.constraint
     if is_closed and not constraint.maximises_arrivals:
         found = by.found(kinds)
@@ -121,7 +123,8 @@ def _own_searched(
     by: Scheduler, plans: dict[str, Found], kinds: Sequence[str], finish: Callable[[PlanDraft], PlanDraft]
 ) -> dict[str, Found]:
     """Return the plans. If the best one is of a policy that the engine's own scheduler lacks, the policies that it has
-    are searched again by themselves, since only the best policy's plan is searched to the end."""
+    are searched again by themselves, since only the best policy's plan is searched to the end.
+    """
     engine = by.problem.engine
     own = [kind for kind in kinds if engine is not None and engine.runs(kind) and kind in plans]
     if not own or next(iter(plans)) in own:
@@ -131,7 +134,8 @@ def _own_searched(
 
 def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | None) -> dict[str, Found]:
     """Return the plans. If TTFT is bounded and xgpt's rule runs the steps, the best plan may have order in-time. Only
-    policies that mix prompts and decodes are tried, where counts simulate this order."""
+    policies that mix prompts and decodes are tried, where counts simulate this order.
+    """
     problem = by.problem
     constraint, engine = problem.constraint, problem.engine
     is_own = engine is None or "xgpt" in (engine.framework, engine.scheduler)
@@ -256,7 +260,8 @@ def corrected(plan: PlanDraft, problem: Problem) -> PlanDraft:
 
 def _admitting(plan: PlanDraft, order: AdmissionOrder, problem: Problem) -> PlanDraft:
     """Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running
-    requests. Under lpt, all work is known at the start, so no request becomes overdue."""
+    requests. Under lpt, all work is known at the start, so no request becomes overdue.
+    """
     if order == "in-time":
         if plan.constraint.ttft_s is None:
             raise InputError("order", order, "it needs a bound on the time to first token, `ttft_s`")

@@ -4,7 +4,8 @@ A branch is a placement under a policy, with all settings. Its first bound is th
 (`xscheduler.placement_bounds`, one call for thousands of placements). Its refined bound is the highest throughput at
 saturation of any settings under loosened latency bounds (`xscheduler.arrival_bounds`), found by branch and bound over
 boxes of settings. To settle a branch, its best settings in closed form are simulated. A branch is dropped once its
-bound does not exceed the best simulated rate."""
+bound does not exceed the best simulated rate.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Branch:
         bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
         in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
         prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if a single stage encodes
-            prompts one by one. Otherwise None."""
+            prompts one by one. Otherwise None.
+    """
 
     kind: str
     space: Space
@@ -81,7 +83,8 @@ class Branch:
 
         At a higher rate, requests wait longer, so less time remains for decoding. So the highest throughput in the time
         that remains at `at_least` is an upper bound on all higher rates. If it is below `at_least`, no settings sustain
-        `at_least`."""
+        `at_least`.
+        """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
     def tighten(self, at_least: float, waits: Waits | None) -> None:
@@ -99,7 +102,8 @@ class Branch:
 
     def breach(self, rate: float, waits: Waits | None, settings: PolicySettings) -> float:
         """Return the share by which a rate that was simulated with these settings, or a point of a drawn box, exceeds
-        its bound."""
+        its bound.
+        """
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         if waits is None:
             own = self.relaxed.evaluate(columns_of(settings))
@@ -193,7 +197,8 @@ class Branch:
 
 class _Searched(NamedTuple):
     """A search of a branch's settings. `left` is, for each token budget, the share of the latency bound that settings
-    may use. `at_least` is the rate at which the search began, and `bound` its result."""
+    may use. `at_least` is the rate at which the search began, and `bound` its result.
+    """
 
     left: Array
     at_least: float
@@ -204,7 +209,8 @@ class _Searched(NamedTuple):
         latency bound, and a new search could not lower it.
 
         A new search could not lower it if the best point found is still allowed: the bound exceeds this point's
-        throughput by no more than the precision of a search."""
+        throughput by no more than the precision of a search.
+        """
         throughput, best = self.bound.throughput, self.bound.best
         if (left > self.left).any():
             return False

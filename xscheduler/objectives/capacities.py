@@ -1,5 +1,6 @@
 """Compute given plans' highest arrival rates and other objective values, in closed form or by simulation. Also find the
-cost of mixed steps above which another policy is better."""
+cost of mixed steps above which another policy is better.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ bounds:
   largest, the limit has had no effect, and those in between need no run. The same holds for whole rows of settings.
 
 All settings get the K/V blocks of the one whose steps leave the most. Runs share their random numbers. The bound is the
-rate at which all settings break the bounds, raised by two standard deviations of a rate from `MANY_REQUESTS`."""
+rate at which all settings break the bounds, raised by two standard deviations of a rate from `MANY_REQUESTS`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class _Settings:
     """The settings of a space, as rows of indices. Along a row, the variable of the space's lines grows.
 
     Attributes:
-        base: a plan with some of these settings."""
+        base: a plan with some of these settings.
+    """
 
     base: PlanDraft
 
@@ -104,7 +106,8 @@ class EverySetting:
 
     Args:
         best: the plan with the highest rate so far, which is `rate`.
-        error: share by which a rate measured with `LEAST_REQUESTS` may be too low by chance."""
+        error: share by which a rate measured with `LEAST_REQUESTS` may be too low by chance.
+    """
 
     def __init__(
         self, scheduler: Scheduler, finish: Callable[[PlanDraft], PlanDraft], best: PlanDraft, rate: float, error: float
@@ -144,7 +147,8 @@ class EverySetting:
 
     def _highest(self, space: Space, bound: float, at_least: float) -> float | None:
         """Return a rate from `at_least` to about `bound` at which every setting breaks the bounds. None means that
-        runs cannot show it."""
+        runs cannot show it.
+        """
         settings, profile = _Settings(space), self._scheduler.problem.profile
         if settings.smallest is None:
             return at_least
@@ -180,7 +184,8 @@ class _TooManyError(Exception):
 
 def _kept_rows(rows: list[Ints], able: Callable[[Ints], Ints], outcome: Callable[[int], _Outcome]) -> list[Ints]:
     """Return the settings of each row that are not refuted. If a row's requests end as in the last row, so do those of
-    the rows in between."""
+    the rows in between.
+    """
     while rows and not len(able(rows[-1])):
         rows = rows[:-1]
     if not rows:

@@ -5,7 +5,8 @@ with an error that differs from plan to plan, so plans are simulated until one k
 ladder that does not depend on the bound. Each rung is a latency with the best plan that keeps it in closed form. The
 search finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder.
 A rung that keeps a tighter bound also keeps a looser one, so with the looser bound the search ends at the same rung or
-above. Therefore no bound that can be kept is called infeasible, and throughput never falls when a bound is loosened."""
+above. Therefore no bound that can be kept is called infeasible, and throughput never falls when a bound is loosened.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from xsimulator.run import is_drawn, request_latencies
 
 NUM_REQUESTS = 500
 """Number of simulated admissions. Each admission represents requests of every length. With fewer admissions, the
-longest prompts might be missing, and the error estimate would not show that."""
+longest prompts might be missing, and the error estimate would not show that.
+"""
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """If `MOST_REQUESTS` outputs have fewer tokens than this on average, more admissions are simulated."""
@@ -50,14 +52,16 @@ REACH = 1.15
 SEED = 0
 ROUNDING = 1e-9
 """Two throughputs count as equal if they differ relatively by less than this. Equal settings of two policies have such
-throughputs."""
+throughputs.
+"""
 
 
 def request_law(plan: PlanDraft, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
     """Return the simulated distribution of latency over all requests at saturation.
 
     If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
-    simulated twice, once with a common start and once spread out, and the slower result counts."""
+    simulated twice, once with a common start and once spread out, and the slower result counts.
+    """
     from xsimulator.counts.counted_run import is_counted
 
     lengths, quantile = workload or plan.workload, plan.constraint.quantile
@@ -93,7 +97,8 @@ class _Simulated:
 
 class Ladder:
     """A policy's plans, indexed by a latency bound (a rung) that each meets according to the closed-form estimate. The
-    bound of rung k is `RUNG**k` seconds."""
+    bound of rung k is `RUNG**k` seconds.
+    """
 
     def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
         self._of, self._kind, self._progress = search, kind, progress
@@ -103,14 +108,16 @@ class Ladder:
 
     def top(self, bound_s: float) -> Found | None:
         """Return the plan of the highest rung that is searched under a bound, or None if no rung has a plan. No rung
-        below this one has a higher throughput."""
+        below this one has a higher throughput.
+        """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Found | None:
         """Return the plan of the highest rung that keeps the bound in simulation, or None if no rung keeps it.
 
         If no rung's throughput exceeds the rival's, the plan that keeps the bound in closed form is returned without a
-        simulation."""
+        simulation.
+        """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
         while (top := self.plan(above)) is not None and top.draft.estimate.throughput_rps > rival_rps * (1 + ROUNDING):

@@ -15,7 +15,8 @@ from xscheduler.why_not import why_slow
 
 STEP = 1.01
 """Ratio of neighbouring bounds to try. The bounds are powers of this ratio, so the result does not depend on the
-requested bound."""
+requested bound.
+"""
 STRIDES = (4, 12, 41, 123, 369, 1107)
 """Powers of `STEP` by which a bound is loosened, in this order, until a plan keeps the bound."""
 Keeps = Callable[[Constraint], bool]

@@ -5,7 +5,8 @@ larger batch fewer tokens are cached, so throughput is not monotone in the batch
 several cache sizes. From each size to the next, the cached share grows by the same amount. At one cache size,
 throughput and latency are monotone in the settings, as without reuse. For cache sizes in between, the certificate uses
 an upper bound. It is the throughput with the cached share of the larger size, if running requests needed memory only
-for their outputs."""
+for their outputs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def with_reuse(
 ) -> dict[str, Found]:
     """Return each policy's best plan, the best of all first: the given plan, or a better one that relies on reuse.
 
-    A plan with reuse has one replica, or as many replicas as the best plan without reuse."""
+    A plan with reuse has one replica, or as many replicas as the best plan without reuse.
+    """
     if trace is None:
         return plans
     best = next(iter(plans.values())).draft
@@ -73,7 +75,8 @@ class _Division:
 
     Attributes:
         curve: returns the reuse curve, given the number of other running requests.
-        size, larger: number of cached tokens in this division, and in the next larger one."""
+        size, larger: number of cached tokens in this division, and in the next larger one.
+    """
 
     base: Problem
     curve: Callable[[int], ReuseCurve]
@@ -105,7 +108,8 @@ def _consistent(find_each: FindEach, division: _Division, best: PlanDraft) -> di
     permits.
 
     This number matters at saturation: a conversation's next prompt may enter before the previous output has
-    ended."""
+    ended.
+    """
     if not division.has_answers:
         return _planned(find_each, division.problem())
     planned = _planned(find_each, division.problem(best.estimate.decode_batch))

@@ -3,7 +3,8 @@
 Closed forms describe a steady state: running requests are at different points of their outputs. If outputs have nearly
 equal lengths, there is another steady state: requests that began together end together. So each plan is simulated. If
 throughput disagrees or a bound is broken, the plans that are best in closed form under several tighter bounds are also
-simulated. The tighter bounds come from a fixed sequence, so a looser bound adds plans and removes none."""
+simulated. The tighter bounds come from a fixed sequence, so a looser bound adds plans and removes none.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_
 
 MORE = 2.0
 """If the plan with the highest predicted throughput exceeds its prediction in simulation, other plans may exceed theirs
-by up to this factor."""
+by up to this factor.
+"""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
 """Number of simulated requests for each request of the decode batch. At least `LEAST_REQUESTS` are simulated."""
@@ -55,7 +57,8 @@ class SaturatedFigures(NamedTuple):
 
     def other_than(self, plan: PlanDraft) -> dict[str, float]:
         """Return the figures that disagree with the plan's. Latency is left out under sla "request", since the plan's
-        latency is already simulated."""
+        latency is already simulated.
+        """
         found = self._asdict()
         if plan.constraint.sla == "request":
             del found["latency_s"]
@@ -158,7 +161,8 @@ class Saturated(Objective[Found]):
 
     def _kept_by_all(self, ranked: Ranked[Found], bound_s: float) -> dict[str, Found]:
         """A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
-        throughput. Its plan then keeps the bound only in closed form."""
+        throughput. Its plan then keeps the bound only in closed form.
+        """
         plans: dict[str, Found] = {}
         best_rps = 0.0
         for kind in sorted(ranked, key=lambda kind: -ranked[kind][0][1] if ranked[kind] else 0.0):

@@ -10,7 +10,8 @@ any rule of eviction saves is at most what the best fractional choice saves: tur
 a kept token saves for each second that it is kept, up to M / r token-seconds a session. With these tokens found,
 and memory for nothing but outputs, r times the turns of a session is at most a bound on the throughput at saturation,
 as for requests (`xscheduler.arrival_bounds`). The highest rate at which both hold is found by bisection. It assumes
-that the bounded quantile of a session's waiting is not below its mean."""
+that the bounded quantile of a session's waiting is not below its mean.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ class _KeptTurns:
 
     def kept_longest(self, token_s: float) -> Ints:
         """Return what turns find if all that is kept stays equally long, as under LRU (Che's approximation), for
-        `token_s` token-seconds a session."""
+        `token_s` token-seconds a session.
+        """
         sessions = self.trace.turns
         is_last = np.isin(np.arange(len(self.own)), sessions.after, invert=True)
         tokens = float((self.trace.input + self.trace.output - self.shared)[is_last].sum())

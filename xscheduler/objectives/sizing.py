@@ -18,7 +18,8 @@ class Judged(NamedTuple):
 
     Attributes:
         needed: number of devices that this plan's rate per device would need, or 0 if it is not known.
-        unverified: what of the plan measurements do not verify, in words."""
+        unverified: what of the plan measurements do not verify, in words.
+    """
 
     confidence: float
     why_not: str = ""
@@ -63,7 +64,8 @@ def _in_words(error: InfeasibleError) -> str:
 def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
     """Return the smallest number of devices on which a plan sustains the rate with the wanted confidence.
 
-    If no number reaches the wanted confidence, return the smallest number with the highest confidence."""
+    If no number reaches the wanted confidence, return the smallest number with the highest confidence.
+    """
     tried = {most: judge(most, 0.0)}
     if not tried[most].confidence:
         raise InfeasibleError(f"arrival_rate_per_s: {tried[most].why_not}", binding="arrival_rate_per_s")
@@ -89,7 +91,8 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
 
 def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:
     """Return for each cluster the smallest number of devices that sustains the arrival rate: first the clusters that
-    sustain it with the wanted confidence, by price, then those that do so less surely, last those that do not."""
+    sustain it with the wanted confidence, by price, then those that do so less surely, last those that do not.
+    """
     ranked = list[tuple[int, float, ClusterChoice]]()
     for problem, judge in zip(problems, judges, strict=True):
         price = problem.cluster.price_per_device_hour

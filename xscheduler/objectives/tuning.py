@@ -2,7 +2,8 @@
 
 Optuna proposes settings in rounds and begins with settings that are equivalent to the plan's fixed budget, so the
 result is never worse than the given plan. All settings are simulated with the same lengths and arrivals, at a rate
-slightly above the best rate so far. A run ends early if too many requests have broken their bounds."""
+slightly above the best rate so far. A run ends early if too many requests have broken their bounds.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class TunedArrivals(Arrivals):
 
     def _on_one_stage(self, fixed: list[PlanDraft]) -> list[PlanDraft]:
         """With tuned settings, a single stage may be better than a pipeline. In a pipeline, a step has less time, and
-        only one of the micro-batches encodes a given prompt."""
+        only one of the micro-batches encodes a given prompt.
+        """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
             return []
@@ -94,7 +96,8 @@ class TunedArrivals(Arrivals):
 
 class Score(NamedTuple):
     """The score of settings. `kept` states whether they keep the bounds slightly above the best rate so far. If so,
-    `rate` is the highest rate at which they do."""
+    `rate` is the highest rate at which they do.
+    """
 
     kept: bool
     rate: float
@@ -106,7 +109,8 @@ def tune(
     """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
-        order: order of admission. None means that the order is tuned as well."""
+        order: order of admission. None means that the order is tuned as well.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -24,7 +24,8 @@ from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
 """Bytes of weights that a device loads a second, if its profile does not state this rate. These are the slowest rate
-measured on a CPU and the slowest rate in ExeGPT's Table 4."""
+measured on a CPU and the slowest rate in ExeGPT's Table 4.
+"""
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
 
@@ -33,10 +34,12 @@ SAME = 0.02
 MOST_ROUNDS = 4
 UNUSED = 0.02
 """If a plan breaks the bound in simulation, the next search's bound is tightened by the excess plus a quarter of this
-share."""
+share.
+"""
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
 """Policies that can take over between two steps. Static is excluded because its batch must end first, waa because its
-lanes must drain first."""
+lanes must drain first.
+"""
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
@@ -53,7 +56,8 @@ class Verdict:
 
     Attributes:
         found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
-        is_swap: whether the plan takes effect between two steps, without a pause."""
+        is_swap: whether the plan takes effect between two steps, without a pause.
+    """
 
     running: Outcome
     breaks_bound: bool
@@ -84,7 +88,8 @@ def judged(
 
     Args:
         replayed: what the running plan keeps of the log that was observed. A plan that keeps the bounds in it stays,
-            whatever others gain."""
+            whatever others gain.
+    """
     situation = Situation.of(plan, profile, observation, slowdown)
     if replayed is not None and replayed.holds:
         running = ArrivalsJudge(situation, terms or Terms()).running
@@ -126,7 +131,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms, seen: str | None) ->
 
 def _kept_at_load(situation: Situation, verdict: Verdict, num_requests: int) -> Verdict:
     """A user who asks is told to keep a plan that keeps the bounds at the observed load, as `xgpt compare` tells. A
-    server that judges by itself also changes for headroom, since a swap costs it nothing."""
+    server that judges by itself also changes for headroom, since a swap costs it nothing.
+    """
     rate, by_rate = situation.arrival_rate_per_s, verdict.running.arrival_rate_per_s is not None
     if rate is None or num_requests < RATE_REQUESTS or not (verdict.switch and by_rate and verdict.running.keeps_bound):
         return verdict
@@ -177,7 +183,8 @@ def decide(judge: Judge) -> Verdict:
     A plan on the same stages takes over if its gain is large enough, or if the running plan breaks its bound. A plan on
     another placement must also repay the pause. The search may find no plan that keeps the bound, since it can miss
     plans that keep the bound in simulation. A plan that nearly keeps the bound then takes over, unless the running plan
-    keeps the bound at some arrival rate."""
+    keeps the bound at some arrival rate.
+    """
     try:
         verdict = _decide_feasible(judge)
         return _sustaining(judge, verdict) or verdict
@@ -199,7 +206,8 @@ def decide(judge: Judge) -> Verdict:
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
     """If more requests arrive than a plan serves at saturation, its queue grows without limit, and no request keeps its
     bounds. A plan that keeps looser bounds at this rate, or that serves more requests, is then better than a plan that
-    keeps the bounds at a lower rate."""
+    keeps the bounds at a lower rate.
+    """
     arriving = judge.situation.arrival_rate_per_s
     if arriving is None or not judge.plan.constraint.maximises_arrivals or verdict.best is None:
         return None
@@ -279,7 +287,8 @@ def within_pins(plan: PlanDraft, kinds: Collection[str]) -> tuple[str, ...]:
 
 def loading_s(plan: PlanDraft, profile: Profile, running: PlanDraft) -> float:
     """Return the seconds for loading weights when the placement changes. The result is 0 if both plans have the same
-    number of replicas with one device each, since the devices then keep their weights."""
+    number of replicas with one device each, since the devices then keep their weights.
+    """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
 
@@ -287,7 +296,8 @@ def loading_s(plan: PlanDraft, profile: Profile, running: PlanDraft) -> float:
 def weights_loading_s(plan: PlanDraft, profile: Profile) -> float:
     """Return the seconds that the devices need to load a plan's weights from a checkpoint in host memory.
 
-    Source: ExeGPT sec. 7.7, Table 4."""
+    Source: ExeGPT sec. 7.7, Table 4.
+    """
     rate = profile.load_bytes_per_s or LOAD_BYTES_PER_S[plan.cluster.device.type]
     lanes = [layout.lane for layout in Placement.of(plan).layouts]
     memories = [

@@ -37,7 +37,8 @@ class Terms:
             the deviations may lose this share of throughput if the running plan does not keep it.
         near: if no plan keeps the bound, the running plan stays as long as it keeps this multiple of the nearest bound
             that a plan can keep.
-        horizon_s: a change of placement must repay its pause within this time."""
+        horizon_s: a change of placement must repay its pause within this time.
+    """
 
     least_gain: float = 0.05
     confidence: float = 2.0
@@ -87,13 +88,15 @@ class Judge(ABC):
 
         Returns:
             The plan, or None if `plan` keeps the bounds, if no plan keeps them at a small loss, or if the bounds do not
-            depend on lengths."""
+            depend on lengths.
+        """
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
         """Return the judge under a bound that is slightly looser than the nearest bound that a plan can keep.
 
-        Return None if the running plan keeps this looser bound or has no latency bound."""
+        Return None if the running plan keeps this looser bound or has no latency bound.
+        """
         return None
 
 
@@ -121,7 +124,8 @@ class SaturatedJudge(Judge):
 
     Attributes:
         ratio, ratio_of_others: factors for the running plan and for candidates. The closed form's latency of a request
-            of the quantile's length is multiplied by the factor before it is compared with the bound."""
+            of the quantile's length is multiplied by the factor before it is compared with the bound.
+    """
 
     situation: Situation
     terms: Terms
@@ -211,7 +215,8 @@ class ArrivalsJudge(Judge):
 
     The running plan breaks its bounds if requests arrive at more than its highest rate. `careful` is not needed even if
     few requests were observed. The times include waiting, so they depend on the mean length as much as on the longest.
-    So a higher quantile of lengths would not show how uncertain the times are."""
+    So a higher quantile of lengths would not show how uncertain the times are.
+    """
 
     situation: Situation
     terms: Terms
@@ -316,7 +321,8 @@ def replaced(plan: PlanDraft, found: Found, *, in_place: bool) -> Found:
 
     On the same stages, the allocation of K/V memory does not change. The memory beside it suffices for the activations
     of the old plan's largest step. The engine runs steps in slices of bounded size. If the new plan's largest step
-    needs one slice more, the workspace has enough memory for it."""
+    needs one slice more, the workspace has enough memory for it.
+    """
     best = found.draft
     draft = plan.but(
         workload=best.workload,

@@ -1,6 +1,7 @@
 """Compare a running plan with the best plan for observed lengths, offline or for a server.
 
-python -m xscheduler.replanning.replanner     # a server's planning process: JSON lines in, JSON lines out"""
+python -m xscheduler.replanning.replanner     # a server's planning process: JSON lines in, JSON lines out
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ NICENESS = 10
 """Niceness of the planning process, so that serving has priority."""
 PATIENCE_S = 120.0
 """The replanner gives up once planning has used this much CPU time, or has used none for this long. On a busy machine
-planning may take much longer."""
+planning may take much longer.
+"""
 LOOK_S = 1.0
 ANSWER_S = 30.0
 
@@ -56,7 +58,8 @@ class Replanned:
     """A judgement of a running plan, and the plan that should run.
 
     Attributes:
-        load: what the judged plan keeps of the log by which it was judged, or None without a replay."""
+        load: what the judged plan keeps of the log by which it was judged, or None without a replay.
+    """
 
     judged: Plan
     observation: Observation
@@ -144,7 +147,8 @@ def observe_server(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
     Raises:
         InputError: the server runs another model or version.
-        MachineError: the server does not respond, or has served too few requests."""
+        MachineError: the server does not respond, or has served too few requests.
+    """
     says = ""
     try:
         status, body = answer_of(f"{source.rstrip('/')}/plan", seconds=ANSWER_S, api_key=own_api_key())

@@ -28,7 +28,8 @@ class Situation:
     Attributes:
         profile: the measured profile, to which the plan's slowdown is not applied.
         reuse: observed prefix reuse. None means the plan's expected reuse.
-        is_as_planned: whether lengths, pace and reuse are those for which the plan's figures were predicted."""
+        is_as_planned: whether lengths, pace and reuse are those for which the plan's figures were predicted.
+    """
 
     plan: PlanDraft
     profile: Profile
@@ -60,7 +61,8 @@ class Situation:
     def problem(self, *, in_place: bool) -> Problem:
         """Return the planning problem on the server's devices. Its best plan may take over.
 
-        The number of replicas is fixed if replicas are on several machines or share experts."""
+        The number of replicas is fixed if replicas are on several machines or share experts.
+        """
         plan, engine = self.plan, self.plan.engine
         by_itself = engine is not None and engine.framework != "xgpt" and engine.scheduler == "own"
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
@@ -95,7 +97,8 @@ class Situation:
 def with_reuse(plan: PlanDraft, reuse: ObservedReuse | None) -> PlanDraft:
     """Return the plan with the observed reuse, or the same plan if `reuse` is None.
 
-    A plan that expects no reuse reserves no memory for cached blocks."""
+    A plan that expects no reuse reserves no memory for cached blocks.
+    """
     estimated = plan.estimate.reuse
     if reuse is None or (estimated is None and reuse.share <= NOTHING):
         return plan
@@ -115,7 +118,8 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
     Each observed request fitted into the context, but the longest input and the longest output can be from different
     requests. A chat without a limit may use the whole context, so an output length that was allowed but never generated
-    is cut first."""
+    is cut first.
+    """
     workload = workload.but(output=_without_idle_tail(workload, max_context))
     room = max_context - workload.output.lengths[-1]
     if workload.input.lengths[-1] <= room:

@@ -5,7 +5,8 @@ all values of the enumerated variables, and with a certificate. A block is a box
 throughput and latency are monotone, a block has its highest throughput at its fast corner and its lowest latency at its
 slow corner. Tolerances allow for points that are not monotone. The gap does not rely on monotone predictions but on
 valid bounds (xscheduler.box_bounds): a block is dropped only if neither its predicted throughput nor its bound beats
-the incumbent."""
+the incumbent.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from xscheduler.tolerances import TOLERANCES
 
 MAX_PREDICTIONS = 100_000
 """The search ends after this many predictions, on the profile's and on the lower tables together, with the gap so
-far."""
+far.
+"""
 BLOCKS_AT_ONCE = 24
 
 SMALL = 32
@@ -46,7 +48,8 @@ class SearchResult:
     Attributes:
         most: no point of the spaces has a higher throughput. None means that nothing is proven.
         method: the method that found the point. It differs from the requested method if that method's bounds were not
-            valid."""
+            valid.
+    """
 
     space: Space | None = field(compare=False)
     settings: PolicySettings | None
@@ -210,7 +213,8 @@ class _Search:
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
         """Predict the fractional batch sizes that points represent, since a fractional size may have a higher
-        throughput than both neighbouring whole sizes."""
+        throughput than both neighbouring whole sizes.
+        """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
         served = parts.feasible * parts.throughput

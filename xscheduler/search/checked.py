@@ -4,7 +4,8 @@ Branch and bound relies on the bounds of boxes (xscheduler.box_bounds). Afterwar
 of the best point and in the next most promising space. If a point exceeds the bound of its box, the excess is added to
 the upper bound. If the excess is more than a tolerance, the bounds prove nothing. Small spaces are then searched
 exhaustively. This proves the result. Larger spaces are also searched by Optuna, and the better of the two points is
-returned without a proof."""
+returned without a proof.
+"""
 
 from __future__ import annotations
 

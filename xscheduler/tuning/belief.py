@@ -8,7 +8,8 @@ candidates:
 
 The posterior is a mixture over samples of the parameters and of s. If measurements refute the model's ranks, samples
 with a large s outweigh the others, and the candidates' values follow from those of measured neighbours, as in Bayesian
-optimisation without a model. This module draws no conclusions from a clock, and reads and writes nothing."""
+optimisation without a model. This module draws no conclusions from a clock, and reads and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Standing(NamedTuple):
         sure: probability that no candidate exceeds it by more than the tolerance.
         most: value that no candidate exceeds, with probability `SURE`.
         next: the candidate whose measurement is expected to gain most, or None if all were measured.
-        gain: that gain, as a share of `value`."""
+        gain: that gain, as a share of `value`.
+    """
 
     best: int | None
     value: float
@@ -79,7 +81,8 @@ class Belief:
     Attributes:
         places: the candidates' settings, scaled so that the error at distance 1 is similar. # [candidates, settings]
         predictions: each sample's values of all candidates. # [samples, candidates]
-        log_weights: logarithmic weights of the samples: what other observations say of the parameters. # [samples]"""
+        log_weights: logarithmic weights of the samples: what other observations say of the parameters. # [samples]
+    """
 
     places: Array
     predictions: Array

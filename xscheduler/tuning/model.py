@@ -2,7 +2,8 @@
 
 The parameters (`xsimulator.fitted.Fit`) are sampled from a prior that is as wide as earlier predictions were wrong. At
 a few samples, the rates of all settings follow from closed forms, and a measured load is simulated. Between these
-samples, both are interpolated."""
+samples, both are interpolated.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ APART = 1.0
 """Distance between two variants of the same settings, in units of `SIMILAR`."""
 ERRORS = {"ttft_s": 0.15, "tpot_s": 0.06}
 """Standard deviations of the logarithmic errors of a measured load's mean times after the best fit: the differences
-between the requests of two loads, and what no parameter describes."""
+between the requests of two loads, and what no parameter describes.
+"""
 LONGEST = 20.0
 """A simulated TTFT counts as at most this multiple of the bound: it grows with the length of an overloaded run."""
 
@@ -82,7 +84,8 @@ class EngineModel:
             are measured.
         more: settings that are candidates as well, such as those that run now.
         variants: number of variants in which each setting can run, which the model cannot tell apart, such as those of
-            the attention kernels. The first one is the engine's default."""
+            the attention kernels. The first one is the engine's default.
+    """
 
     def __init__(
         self,

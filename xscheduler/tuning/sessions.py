@@ -25,7 +25,8 @@ class SessionModel(EngineModel):
 
     Args:
         now: the present plan, with what its turns find.
-        sent: the sessions of each measured load, by their rate."""
+        sent: the sessions of each measured load, by their rate.
+    """
 
     def __init__(self, now: Plan, profile: Profile, prior: Prior | None, sent: Mapping[float, TraceLengths]) -> None:
         problem, law = Problem.of(now, profile), now.workload.sessions

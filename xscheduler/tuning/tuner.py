@@ -27,7 +27,8 @@ class Tuner:
     def tell_failed(self, candidate: int, *, for_memory: bool) -> None:
         """Add settings that do not start. For lack of memory, those that need no less do not start either.
 
-        Memory is taken by tokens and by requests. If two token budgets fail, requests are the reason."""
+        Memory is taken by tokens and by requests. If two token budgets fail, requests are the reason.
+        """
         cut = {candidate}
         if for_memory:
             placement, settings = self.model.settings[candidate]

@@ -1,7 +1,8 @@
 """Evaluate piecewise linear functions through a profile's points.
 
 A function is linear between its points, and linear from zero to the first point. Beyond the last point, it continues
-the last segment, or stays constant if the last segment falls."""
+the last segment, or stays constant if the last segment falls.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class Line:
     def least_per_unit(self, up_to: Floats) -> Array:
         """Return the least cost per unit, f(x) / x, over 0 < x <= up_to.
 
-        f(x)/x is monotone on each linear segment, so the minimum lies at a point or at the end."""
+        f(x)/x is monotone on each linear segment, so the minimum lies at a point or at the end.
+        """
         up_to = np.asarray(up_to, float)
         x = self.points[1:]
         best = np.minimum.accumulate(self.values[1:] / x)
@@ -130,7 +132,8 @@ class Grid:
 
 def rising(surface: Surface) -> Surface:
     """Return the surface with times that never fall with the length: the mean of the lowest such surface above it and
-    the highest below it."""
+    the highest below it.
+    """
     seconds = np.asarray(surface.seconds)
     above = np.maximum.accumulate(seconds, axis=1)
     if (above == seconds).all():
@@ -190,7 +193,8 @@ class ContextTable:
     Args:
         points, contexts: numbers of requests, and contexts, both rising. Functions are extrapolated beyond the numbers
             of requests, but not beyond the contexts.
-        values: # [functions, contexts, points]"""
+        values: # [functions, contexts, points]
+    """
 
     def __init__(self, points: Array, contexts: Array, values: Array) -> None:
         self._inner, self._contexts = points[1:-1], contexts
@@ -208,7 +212,8 @@ class ContextTable:
 
     def __call__(self, x: Array, place: tuple[npt.NDArray[np.intp], Array]) -> Array:
         """Evaluate all functions at `x` requests and at the contexts whose positions `locate` returned. # x [n, i],
-        place [n, i] or [i] -> [functions, n, i]"""
+        place [n, i] or [i] -> [functions, n, i]
+        """
         index, share = place
         corners = self._corners[self._inner.searchsorted(x, side="right"), index]  # [n, i, 2, 2, functions]
         ends = corners[..., 0, :, :] + corners[..., 1, :, :] * x[..., None, None]
@@ -269,7 +274,8 @@ class Degrees(dict[Group, GroupTables]):
     """The tables of a profile's groups, computed on demand.
 
     Raises:
-        InputError: the profile has no tables for a group."""
+        InputError: the profile has no tables for a group.
+    """
 
     def __init__(self, profile: Profile) -> None:
         super().__init__()

@@ -8,7 +8,8 @@ step takes f((1 + k) b + T p) / T for b requests and p prompt tokens. A table f 
 which is exact for prompts. Decodes take F((1 + k) b / T) - F(b) more. This difference and the time of the draft's
 passes are added to the table of decode attention.
 
-Attention reads a request's K/V once for all tokens that are verified together."""
+Attention reads a request's K/V once for all tokens that are verified together.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Draft:
     Attributes:
         layers: number of the draft's layers that store K/V of their own.
         params: number of weights in the draft's layer and in the projection of the model's hidden states.
-        head_share: size of the draft's output head, relative to the model's."""
+        head_share: size of the draft's output head, relative to the model's.
+    """
 
     def __init__(self, spec: ModelSpec, speculation: Speculation) -> None:
         kind, hidden, method = spec.kinds[-1], spec.hidden_size, speculation.method
@@ -64,7 +66,8 @@ class Draft:
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
         """Return the draft's K/V bytes per token on a device of a group. A layer of the draft stores as many bytes as a
-        layer of the model."""
+        layer of the model.
+        """
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 

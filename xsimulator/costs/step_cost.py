@@ -7,7 +7,8 @@ A step has n tokens, samples k of them, and has r requests. A stage with d decod
 with the tables of the stage's tensor-parallel degree. The embedding is on the first stage, the head on the last stage.
 The last layer computes only keys and values for all n tokens (`last`), and its work for the k sampled tokens counts as
 head. Every stage has the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts go through
-the encoder layers, and in the same step their start tokens go through the decoder. Source: ExeGPT sec. 3, 6."""
+the encoder layers, and in the same step their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class LaneCost:
         is_grouped: whether each stage runs steps of its own (`xsimulator.stages.is_grouped`).
 
     Raises:
-        InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages."""
+        InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
+    """
 
     def __init__(
         self,
@@ -351,7 +353,8 @@ class StepParts(NamedTuple):
     """Seconds of each part of a step on one stage.
 
     Attributes:
-        decode_attention: attention of decodes, with cross-attention and the cost of mixing."""
+        decode_attention: attention of decodes, with cross-attention and the cost of mixing.
+    """
 
     tokens: float
     encode_attention: float
@@ -368,7 +371,8 @@ class StepCounts(NamedTuple):
             output tokens only).
         mean_input: for cross-attention, the mean input length of the requests that go through the decoder.
         joining_tokens: number of input tokens of requests that another lane encoded and that are in their first decode
-            step."""
+            step.
+    """
 
     encode: Sequence[tuple[int, int, int]]
     decodes: int
@@ -392,7 +396,8 @@ class StepCounts(NamedTuple):
         """Return the counts of a step on a lane that both encodes and decodes.
 
         Args:
-            decodes: (input tokens, output tokens so far) of each decoding request."""
+            decodes: (input tokens, output tokens so far) of each decoding request.
+        """
         counts = cls.of(encode, [sum(tokens) for tokens in decodes])
         if not has_encoder:
             return counts
@@ -404,7 +409,8 @@ class StepCounts(NamedTuple):
 class TransferCost:
     """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens.
 
-    vLLM, which runs groups, sends K/V from device to device, as fast as hidden states in a pipeline."""
+    vLLM, which runs groups, sends K/V from device to device, as fast as hidden states in a pipeline.
+    """
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
         spec, profile = encode.spec, encode.profile

@@ -23,7 +23,8 @@ NUM_PARTS = 7
 """Number of parts into which `layer_of` divides a layer's seconds, including the head."""
 NUM_FIELDS = 6
 """Number of fields of a kind of stage: group, decoder layers, encoder layers, whether it has the embedding, whether it
-has the head, and whether its input comes from another node."""
+has the head, and whether its input comes from another node.
+"""
 
 
 class StepTables(NamedTuple):
@@ -32,7 +33,8 @@ class StepTables(NamedTuple):
     Attributes:
         line_at: index at which each line begins. # [lines + 1]
         grid_at: indices at which each grid begins in these three arrays. # [grids + 1, 3]
-        kinds: the kinds of stages. # [kinds, NUM_FIELDS]"""
+        kinds: the kinds of stages. # [kinds, NUM_FIELDS]
+    """
 
     points: Array
     values: Array
@@ -135,7 +137,8 @@ def step_ns(t, step, pieces, scratch, found):
 
     Args:
         scratch: # [groups, NUM_PARTS]
-        found: # [kinds]"""
+        found: # [kinds]
+    """
     count, decodes, others = step.last_piece - step.first_piece, step.decodes, NUM_LINES * t.num_groups
     prompt_tokens = step.num_tokens - decodes
     for group in range(t.num_groups):

@@ -2,7 +2,8 @@
 
 A decode step gives a token to every request that decodes in the micro-batch. So the cost of a step depends only on the
 number of these requests and the total number of tokens to which they attend. For each request, only the number of its
-last decode iteration is stored."""
+last decode iteration is stored.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ REQUEST = np.dtype(
 - joins_at: under waa, the number of decode steps that must have begun before it joins.
 - made: number of its output tokens when it was preempted. They are encoded again with its prompt.
 - ends_at: the iteration in which it ends, or NONE if it does not decode.
-- joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there."""
+- joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there.
+"""
 
 NEW = np.zeros(1, REQUEST)
 for _name in NOT_YET.split():
@@ -52,14 +54,16 @@ for _name in NOT_YET.split():
 
 TURN = np.dtype(_fields("arrival_ns pause_ns input output tokens most session child common"))
 """A turn of a session. child: the turn that follows its end after `pause_ns` of that turn, or NONE. common: number of
-prompt tokens that the turn before it, or the shared prefix, has computed."""
+prompt tokens that the turn before it, or the shared prefix, has computed.
+"""
 
 SESSION = np.dtype(_fields("kept before after"))
 """The blocks that are kept of a session, and its neighbours in the queue of least recently used sessions."""
 
 KEY = np.dtype(_fields("uses before after", np.int32))
 """A block with a key. uses: number of requests that use it, or ABSENT. Blocks that are cached but not used are in the
-queue of least recently used blocks."""
+queue of least recently used blocks.
+"""
 ABSENT = NONE
 
 CHAIN = np.dtype(_fields("prompt said is_own place named"))
@@ -67,7 +71,8 @@ CHAIN = np.dtype(_fields("prompt said is_own place named"))
 `firsts[said + i] + b`. Here i is the place of the trace's block with its last token, or 0 if the output `is_own`.
 
 - place: of its first block in `keyed`.
-- named: number of leading blocks that have a key, or the content of a block with a key."""
+- named: number of leading blocks that have a key, or the content of a block with a key.
+"""
 
 BATCH = np.dtype(
     _fields("decoding held ending context inputs iteration granted steps phase since_encode")
@@ -86,7 +91,8 @@ BATCH = np.dtype(
 - num_encoding, first, last: number of requests whose prompts are not encoded yet, and the first and last of them.
 - waited: number of steps for which prompts have waited for more prompts.
 - num_issued: number of prompts of this list that are in running steps. unissued: the first prompt that is in no step
-  yet."""
+  yet.
+"""
 
 STEP = np.dtype(
     _fields("start_ns end_ns number lane batch does_decode decodes context sampled num_tokens num_ended joining")
@@ -132,7 +138,8 @@ LANE = np.dtype(
   move to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
   their prompts ended.
 - num_decode: under waa, the number of micro-batches of the decode lane.
-- occupies: whether a transfer takes compute time of the devices."""
+- occupies: whether a transfer takes compute time of the devices.
+"""
 
 
 class Stream(NamedTuple):
@@ -142,7 +149,8 @@ class Stream(NamedTuple):
         max_output: number of output tokens for which memory is reserved, for each request or for all.
         cached: numbers of prompt tokens whose K/V is already cached, or empty.
         tokens: numbers of output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
-            `outputs`."""
+            `outputs`.
+    """
 
     inputs: Ints
     outputs: Ints
@@ -164,7 +172,8 @@ class ChainStream(NamedTuple):
     """The blocks that a trace's requests share (see `CHAIN`).
 
     Attributes:
-        num_keys, num_named: numbers of blocks with keys, of all chains together and one by one."""
+        num_keys, num_named: numbers of blocks with keys, of all chains together and one by one.
+    """
 
     chains: Records
     firsts: npt.NDArray[np.int64]
@@ -178,7 +187,8 @@ class GoalNs(NamedTuple):
 
     Attributes:
         whole_ns, first_ns: bounds on the time from arrival to the last and to the first token.
-        most_broken: the run ends once more requests than this have broken a bound."""
+        most_broken: the run ends once more requests than this have broken a bound.
+    """
 
     whole_ns: float
     first_ns: float
@@ -199,7 +209,8 @@ class Kv(NamedTuple):
 
     Attributes:
         by_use: if True, requests take blocks as they grow. If no block is free, the request that entered last is
-            preempted. If False, each request reserves blocks for its longest output."""
+            preempted. If False, each request reserves blocks for its longest output.
+    """
 
     blocks: int
     block_size: int
@@ -217,7 +228,8 @@ class RunState(NamedTuple):
         ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
         grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
         goals: the fields of each `GoalNs`. # [goals, 4]
-        keyed: whether a named block of a request is the one with the key. # [blocks of all chains]"""
+        keyed: whether a named block of a request is the one with the key. # [blocks of all chains]
+    """
 
     lane: Records
     requests: Records
@@ -248,7 +260,8 @@ class Run(ABC):
 
     Args:
         clients: number of clients of a closed loop. Each client sends its next request `path_ns` after its previous
-            request has ended. None means that requests arrive at their own times."""
+            request has ended. None means that requests arrive at their own times.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """K/V blocks that requests share, in compiled runs: the decisions of `xgpt.core.policies.blocks.Blocks`.
 
 Every block that has a key has a number, and the blocks within one block of the trace have adjacent numbers. So a chain
-is stored as one number for each of the trace's blocks."""
+is stored as one number for each of the trace's blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def chains_of(
     """Return the chains of a trace.
 
     Args:
-        inputs, outputs: numbers of tokens. # [requests] each"""
+        inputs, outputs: numbers of tokens. # [requests] each
+    """
     size = prefixes.block_size
     begin, end = inputs // block_size, (inputs + outputs - 1) // block_size
     num_said = np.array([len(ids) for ids in prefixes.outputs])
@@ -63,7 +65,8 @@ def number_of(firsts, begin, block, size, trace_block):
 @helper
 def look_up(s, lane, id_):
     """Find the cached blocks with which a waiting request begins, and how many of them are in use. The last token must
-    always be computed."""
+    always be computed.
+    """
     request, own = s.requests[id_], s.chains[id_]
     if lane.looked_up == id_:
         return
@@ -151,7 +154,8 @@ def name(s, lane, id_, count):
 @helper
 def release(s, lane, id_, blocks):
     """Release a request's blocks, the last one first, and return how many are in use no longer. Those that have a key
-    are kept."""
+    are kept.
+    """
     request, own = s.requests[id_], s.chains[id_]
     gone = blocks - own.named
     for block in range(own.named - 1, -1, -1):

@@ -1,7 +1,8 @@
 """Compile loops with numba, and store the compiled code on disk.
 
 A helper is compiled into its callers. A function that Python calls is compiled when it first runs. This takes some
-seconds. The compiled code is stored on disk (`xgpt.core.compiled_code`)."""
+seconds. The compiled code is stored on disk (`xgpt.core.compiled_code`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ helper = njit(forceinline=True, **_WITHOUT_ENTRY)
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that Python can call. The code is stored on disk if numba finds a writable
-    cache directory."""
+    cache directory.
+    """
     try:
         return njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -38,7 +40,8 @@ def _borrowed(typing_context: Any, arrays: Any) -> Any:
     """Return the same named tuple, but with arrays without reference counts. The caller must keep the arrays alive.
 
     Whenever an array is read from a tuple, numba changes a reference count atomically. This would take most of the
-    loops' time."""
+    loops' time.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         [found] = values

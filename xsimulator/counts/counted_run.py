@@ -1,5 +1,6 @@
 """Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles all runs, and
-stores them on disk."""
+stores them on disk.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def counted_run(
     """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`).
 
     Args:
-        prefixes: the blocks that requests share. They are counted under orca and chunked with order fcfs."""
+        prefixes: the blocks that requests share. They are counted under orca and chunked with order fcfs.
+    """
     if (schedule := _counted_schedule(plan)) is None:
         return None
     pool, by_use = schedule.pool, plan.admission.kv == "quantile"
@@ -73,7 +75,8 @@ def is_counted(plan: PlanDraft) -> bool:
     Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
     `OneLaneRun.known` and `TwoLaneRun.known` name. The plan must also have order fcfs, and either reserved K/V memory,
     or a decoder-only model under orca or chunked with a single micro-batch. Under orca and chunked with reserved K/V
-    memory, it may also have order in-time."""
+    memory, it may also have order in-time.
+    """
     return _counted_schedule(plan) is not None
 
 

@@ -1,7 +1,8 @@
 """Parts of the compiled runs: admission, memory, endings and a step's counts, for one lane and for two lanes, and
 stretches of steps that only decode, for one lane.
 
-Until a request joins or ends, every step of a stretch decodes the same requests."""
+Until a request joins or ends, every step of a stretch decodes the same requests.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def leave(s, lane, id_, more=0):
 @helper
 def grows_in(s, batch, context):
     """Return the iteration, modulo a block's tokens, in which a request with `context` tokens takes its next block. If
-    the block is reserved, it takes it an iteration earlier."""
+    the block is reserved, it takes it an iteration earlier.
+    """
     return (batch.iteration - context + s.lane[0].by_use) % len(s.grows)
 
 
@@ -161,7 +163,8 @@ def give_back(s, lane, id_, tokens, computed):
 @helper
 def make_room(s, lane, number):
     """Give every request the block for its next token. While blocks are lacking, preempt the request that entered
-    last."""
+    last.
+    """
     batch = s.batches[number]
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
@@ -216,7 +219,8 @@ def join(s, number, id_, generated):
 @helper
 def take_ends(s, number):
     """Return the first request in the list of those that end in this iteration, and clear the list. If blocks are kept,
-    the first one is that which joined first, since blocks are evicted in the order of their release."""
+    the first one is that which joined first, since blocks are evicted in the order of their release.
+    """
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE

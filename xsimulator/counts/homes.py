@@ -25,7 +25,8 @@ def homes_of(prefixes: TracePrefixes, inputs: npt.NDArray[np.int64], plan: PlanD
 
 HOME, BEFORE, AFTER = range(3)
 """Columns of `keys`: where a prefix was last sent, and its neighbours in the queue of least recently used prefixes. The
-last row has the queue's ends."""
+last row has the queue's ends.
+"""
 
 
 @kept

@@ -1,6 +1,7 @@
 """Order in-time for compiled runs: the decisions of `xgpt.core.policies.in_time`, with the same arithmetic.
 
-All requests have the same bound on TTFT. So waiting requests, sorted by due time, are in order of arrival."""
+All requests have the same bound on TTFT. So waiting requests, sorted by due time, are in order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from xsimulator.counts.compiled import helper
 WAITING, TAKEN, IN_ORDER, PAUSED, ORDERED, STOPPED_AT = range(6)
 """Indices of `InTime.counts`: numbers of waiting requests and of requests that have arrived, whether an overdue request
 may enter next, number of prompts that must pause, whether the next request enters in order, and the number of steps
-begun when the requests that end with the running step were last left out of the next one."""
+begun when the requests that end with the running step were last left out of the next one.
+"""
 UNLIMITED = np.iinfo(np.int64).max
 
 
@@ -30,7 +32,8 @@ class InTime(NamedTuple):
         decode_s, context_s: seconds of attention for a decoding request, and for a token of context.
         waiting: waiting requests in order of arrival, then zeros. # [requests]
         gives_way: whether each request is deferred. # [requests]
-        jobs, took_ns, kept: scratch memory for `plan`. # [requests] each"""
+        jobs, took_ns, kept: scratch memory for `plan`. # [requests] each
+    """
 
     ttft_ns: int
     patience_ns: int
@@ -165,7 +168,8 @@ def _due_later(s, it, id_, other):
 @helper
 def _token_ns(s, lane, batch, it):
     """Return the nanoseconds of a prompt token in steps that also decode the micro-batch's requests. A schedule that
-    runs ahead leaves out those that end with the running step only when it makes room for the next one."""
+    runs ahead leaves out those that end with the running step only when it makes room for the next one.
+    """
     decodes, context = batch.decoding, batch.context
     if lane.has_assumed and it.counts[STOPPED_AT] != lane.end_step:
         id_ = lane.assumed_ends

@@ -223,7 +223,8 @@ def may_encode(s, lane, number):
 @helper
 def waits_for_others(s, lane, batch):
     """Return whether waiting prompts stay out of this step: if the engine does not check for new requests now, or if
-    more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts."""
+    more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts.
+    """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
     most = batch.max_batch - num_running(batch)
@@ -390,7 +391,8 @@ def advance(batch):
 @helper
 def join_encoded(s, lane, step, now_ns):
     """Record that a step has encoded its prompt chunks. Requests whose prompts end begin to decode. Return the requests
-    that end with the step, first those whose only token it computes."""
+    that end with the step, first those whose only token it computes.
+    """
     batch = s.batches[step.batch]
     if step.first_piece == step.last_piece:
         return take_ends(s, step.batch)

@@ -23,7 +23,8 @@ class RoutedRun:
 
     Args:
         runs: one run for each replica, and one more.
-        slack: as in `xgpt.core.policies.routing.ReplicaRouter`."""
+        slack: as in `xgpt.core.policies.routing.ReplicaRouter`.
+    """
 
     def __init__(self, runs: Sequence[OneLaneRun], stream: TurnStream, route: int, slack: float) -> None:
         for run in runs:

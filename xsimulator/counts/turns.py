@@ -2,7 +2,8 @@
 
 Turns of one session are never served at the same time, and the blocks of a session are released together, the last
 block first. So the queue of least recently used blocks is a queue of sessions, each with its first `kept` blocks. The
-prefix that all sessions share is never evicted."""
+prefix that all sessions share is never evicted.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def keep(s, lane, number, blocks):
 @helper
 def evict(s, lane):
     """Evict the blocks that were used least recently, in sessions those of one session together, until the others
-    fit."""
+    fit.
+    """
     if lane.has_chains:
         evict_blocks(s, lane)
         return

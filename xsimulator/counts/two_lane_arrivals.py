@@ -200,7 +200,8 @@ def next_decode(s, lane, step):
 @helper
 def next_transfer(s, lane, step):
     """Write the next transfer into `step`, for all requests encoded since the last transfer began. Return False if
-    there are no such requests or a transfer is running."""
+    there are no such requests or a transfer is running.
+    """
     if lane.num_moving > lane.num_arrived or lane.num_encoded == lane.num_moving:
         return False
     step.lane, step.batch, step.does_decode, step.decodes, step.num_tokens = TRANSFER, 0, False, 0, 0

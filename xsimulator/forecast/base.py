@@ -1,7 +1,8 @@
 """Define the interface of a policy's closed form.
 
 A forecast has no state. It reads a model (`one_lane.OneLaneModel` or `two_lanes.TwoLaneModel`), which describes the
-steps of a placement's lanes under one workload."""
+steps of a placement's lanes under one workload.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class PlacementLimits(NamedTuple):
     Attributes:
         capacity: number of requests whose K/V fits in memory at the same time.
         groups: number of groups that encode prompts.
-        between: whether a value also represents fractional values below it, so that the next value counts, too."""
+        between: whether a value also represents fractional values below it, so that the next value counts, too.
+    """
 
     lengths: Lengths
     microbatches: int
@@ -49,7 +51,8 @@ class Stations(NamedTuple):
     Attributes:
         admits_each_step: whether every step may admit requests. Otherwise, one step in a cycle admits requests.
         frees_together: whether slots become free together, after a phase or a batch.
-        has_encode_lane: whether prompts queue for a lane of their own, which is idle part of the time."""
+        has_encode_lane: whether prompts queue for a lane of their own, which is idle part of the time.
+    """
 
     admits_each_step: bool
     frees_together: bool
@@ -65,7 +68,8 @@ class Forecast(ABC, Generic[M]):
         line: the control variable whose consecutive integer values form a line of settings. Latency rises or falls
             along the line. A policy has at most two variables, and the other variable selects the line.
         load: the control variable that grows along a load curve. A load curve starts at one request.
-        swaps_between_steps: whether an engine can change, between two steps, to any other policy with this property."""
+        swaps_between_steps: whether an engine can change, between two steps, to any other policy with this property.
+    """
 
     settings: ClassVar[type[Any]]
     model: ClassVar[Callable[..., Any]]
@@ -127,7 +131,8 @@ class Forecast(ABC, Generic[M]):
 
     def filled(self, columns: Mapping[str, Any], capacity: float) -> Mapping[str, Any]:
         """Return the settings whose predictions bound those of settings that keep memory full. Memory holds `capacity`
-        requests on average."""
+        requests on average.
+        """
         return columns
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
@@ -149,7 +154,8 @@ class Forecast(ABC, Generic[M]):
             model: the model with the lower tables, whose times are lower bounds.
             low, high: predictions for each box's corner with the lowest values, and for the corner with the highest
                 values.
-            latency_s: the bound on each box's latency, or infinite without a bound."""
+            latency_s: the bound on each box's latency, or infinite without a bound.
+        """
         return high.encode_batch / floor.cycle
 
     def box_latencies(
@@ -163,7 +169,8 @@ class Forecast(ABC, Generic[M]):
             model: the model with the lower tables.
             lesser, floor: the model's predictions for the corners of all boxes, box by box, with `corners` entries for
                 each box. `floor` predicts each corner's own batch, and `lesser` the smallest batch that the corner
-                represents."""
+                represents.
+        """
         return None
 
 
@@ -188,7 +195,8 @@ class Performance:
         cycle: time, in s, from one encode step to the next.
         gate: longest time, in s, until the next step that may admit requests while the schedule is busy.
         prompt_s: seconds by which TTFT grows if the request's own prompt is longer by the mean prompt length.
-        filling: under rra, seconds of a cycle in which the slowest stage has no step."""
+        filling: under rra, seconds of a cycle in which the slowest stage has no step.
+    """
 
     throughput: Array
     latency: Array

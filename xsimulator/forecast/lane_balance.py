@@ -43,7 +43,8 @@ def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
 
     A row usually rises, but it falls over any part of the grid where larger batches take longer per request. If a
     random fluctuation takes a lane past such a part, the lane serves too few requests to come back. It then stays at
-    the last crossing. # [n, grid], [n] -> [n], [n]"""
+    the last crossing. # [n, grid], [n] -> [n], [n]
+    """
     below = y <= level[:, None]
     last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
     index = np.where(below.any(axis=1), np.minimum(last, y.shape[1] - 2), 0)
@@ -58,7 +59,8 @@ class LanePair:
     Args:
         encode_batch, largest_batch: the smallest and the largest number of requests encoded together. # [n]
         through, moving: least seconds in the encode lane, and of the transfer. # [n] each
-        rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]"""
+        rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
+    """
 
     def __init__(
         self,
@@ -97,14 +99,16 @@ class Stays:
     """Computes the residence times of requests in the two lanes.
 
     Args:
-        survival: P(D >= t) for the number D of iterations in the decode lane, t = 1 .. max D."""
+        survival: P(D >= t) for the number D of iterations in the decode lane, t = 1 .. max D.
+    """
 
     def __init__(self, survival: Array) -> None:
         self.transferred = float(survival[0])
         """Share of requests that reach the decode lane. The others end with the encode lane's token."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
         """Share of requests that are still in the lanes, by the number of iterations since their transfer. This number
-        includes the wait to join."""
+        includes the wait to join.
+        """
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
         """Mean number of remaining iterations over all requests, by iterations since their transfer."""
@@ -121,7 +125,8 @@ class Stays:
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
         """Return the number of earlier requests still in the lanes when a batch enters, divided by the batch size. #
-        [n, points]"""
+        [n, points]
+        """
         found: Array = self._inside(lanes, BEFORE * period, step).sum(axis=0)
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
 
@@ -155,7 +160,8 @@ class Waiting:
         limit: largest number of requests a second that the encode lane can serve.
         groups: number of groups in the encode lane.
 
-    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue, and Lee and Longton's of several servers."""
+    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue, and Lee and Longton's of several servers.
+    """
 
     def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array, groups: int = 1) -> None:
         both = arrivals + service
@@ -172,7 +178,8 @@ class Waiting:
 
 def share_waiting(servers: int, load: Array | float) -> Any:
     """Return the share of arrivals that find all servers busy (Erlang C). `load` is the share of time in which a server
-    is busy. # [...] -> [...]"""
+    is busy. # [...] -> [...]
+    """
     if servers == 1:
         return load
     offered = servers * load

@@ -8,7 +8,8 @@ decode, the station's load is rho = x E[I] / (budget - b), and
 
 where W is the mean time at the station (y steps, rounded up to whole steps). The wait is Pollaczek-Khinchine's, for the
 load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root. Without a root,
-the station is never idle. Without a budget, x = max_batch / (E[D] + 1)."""
+the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ ROOT_LEVELS = 2
 """Number of grids on which the root is searched."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
 """Shares of all prompts, sorted from the shortest to the longest. The mean length of each share represents the prompts
-in it."""
+in it.
+"""
 PROMPT_EDGES = np.concatenate([[0.0], np.cumsum(PROMPTS)])
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
@@ -49,7 +51,8 @@ MOST_UNUSED = 0.75
 """Largest share of a step's tokens that stays unused because the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
 """Number of values that represent busy steps, that is, steps that encode. Values for steps with one prompt come first,
-then values for steps with several."""
+then values for steps with several.
+"""
 
 
 class _Slots(NamedTuple):
@@ -80,10 +83,12 @@ class _Mix(NamedTuple):
     counts: Array
     shares: Array
     """For each value that represents busy steps, its number of prompts (`counts`) and its probability. # [values, n]
-    each"""
+    each
+    """
     columns: Array
     """Counts of three kinds of steps: one that only decodes, one for each value that represents busy steps, and the
-    longest step. The first axis is decode batch, number of prompts and number of prompt tokens. # [3, 2 + values, n]"""
+    longest step. The first axis is decode batch, number of prompts and number of prompt tokens. # [3, 2 + values, n]
+    """
     spans: Array | None
     """Mean number of steps for which a prompt waits or is encoded. None means one."""
     room: Array | None
@@ -101,7 +106,8 @@ class Mixes:
     Args:
         ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps.
-        whole: whether a step encodes only whole prompts."""
+        whole: whether a step encodes only whole prompts.
+    """
 
     def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
         self._lengths, self._apart = lengths, apart
@@ -195,7 +201,8 @@ class Mixes:
 
         Returns:
             Tokens, requests and probability of each value. # [values, n] each
-            Standard deviation of the tokens. # [n]"""
+            Standard deviation of the tokens. # [n]
+        """
         lengths = self._lengths
         # The tokens are a compound Poisson sum, under the condition that it is not empty.
         square = (rate * lengths.mean_square_input + (rate * lengths.mean_input) ** 2) / busy
@@ -244,7 +251,8 @@ class Mixes:
         """Return the rate of prompts with one slot fewer, divided by the rate with all slots. The lower rate applies
         while a given request decodes, since its slot supplies no prompt.
 
-        Two secant steps suffice, since the number of slots is a convex function of the rate."""
+        Two secant steps suffice, since the number of slots is a convex function of the rate.
+        """
         fewer = np.maximum(max_batch - 1, 1e-9)
         others = np.maximum((fewer - 1) / fewer, 0.0)
         least = low = rate * fewer / max_batch
@@ -275,7 +283,8 @@ def most_displaced(lengths: Lengths) -> float:
     prompt if steps are scheduled ahead), and W <= y + 1. The bound has two parts. First, prompts occupy slots for whole
     steps. Since 1 - busy <= e^-x, this part is 2 x e^-x <= 2 / e. Second, prompts occupy slots in proportion to their
     tokens. Since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] / (2
-    E[I]^2), which rises with rho."""
+    E[I]^2), which rises with rho.
+    """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)
 
@@ -289,7 +298,8 @@ class MixedSteps:
     """Predicts orca and chunked on one lane of stages under one workload.
 
     Attributes:
-        apart, whole: how steps mix and cut prompts (see `Mixes`). None means as the engine does."""
+        apart, whole: how steps mix and cut prompts (see `Mixes`). None means as the engine does.
+    """
 
     apart: ClassVar[bool | None] = None
     whole: ClassVar[bool | None] = None
@@ -381,7 +391,8 @@ class MixedSteps:
 
         Returns:
             The seconds on each kind of stage, the seconds of hops, and the mean share of these encode steps that a
-            prompt needs until it ends. # [kinds, steps n], [steps n], [steps - 2, n]"""
+            prompt needs until it ends. # [kinds, steps n], [steps n], [steps - 2, n]
+        """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)
         decode_s, hops = self._steps(batch.ravel(), none, none)
@@ -421,7 +432,8 @@ class Mixed(Forecast[OneLaneModel]):
     """A policy in which every step may both encode and decode.
 
     Attributes:
-        steps: predicts the steps. A policy that mixes prompts and decodes in its own way overrides it."""
+        steps: predicts the steps. A policy that mixes prompts and decodes in its own way overrides it.
+    """
 
     steps: ClassVar[type[MixedSteps]] = MixedSteps
     model = OneLaneModel
@@ -448,7 +460,8 @@ class Mixed(Forecast[OneLaneModel]):
 def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try.
 
-    If the engine cuts no prompts, a budget must suffice for the longest prompt and all decodes."""
+    If the engine cuts no prompts, a budget must suffice for the longest prompt and all decodes.
+    """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest
     if engine is not None:

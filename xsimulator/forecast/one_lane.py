@@ -2,7 +2,8 @@
 
 The closed forms make four assumptions. Requests always wait. Input and output lengths are independent. Every iteration
 takes the time of its mean composition. The steps of a micro-batch follow each other through the stages as in
-xsimulator.forecast.pipeline."""
+xsimulator.forecast.pipeline.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class OneLaneModel:
 
     Args:
         all_requests: whether to report the quantile of all requests' latencies. Under rra and static, this is the
-            latency of a request whose output length is at the quantile, since longer outputs always take longer."""
+            latency of a request whose output length is at the quantile, since longer outputs always take longer.
+    """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
         self.lane = lane
@@ -49,7 +51,8 @@ class OneLaneModel:
     def encode_table(self) -> Table:
         """Seconds of a step that only encodes whole prompts, by number of prompts. The functions give, in order, the
         seconds on each kind of stage without hops, through all stages with hops, from each end of a run of equal stages
-        on with hops, and the latter without hops."""
+        on with hops, and the latter without hops.
+        """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
         alone, after = Table(whole.points, alone(whole.points)), self.pipeline.after
@@ -65,7 +68,8 @@ class OneLaneModel:
     @cached_property
     def decode_table(self) -> ContextTable:
         """Seconds of a step that only decodes, by number of requests and their context: without hops on each kind of
-        stage, with hops through all stages, and with hops on each kind. # 2 kinds + 1 functions"""
+        stage, with hops through all stages, and with hops on each kind. # 2 kinds + 1 functions
+        """
         lane, longest = self.lane, len(self.lengths.survival) + 1
         contexts = lane.contexts_between(self.self_context, self.self_context + longest)
         alone, hop = lane.decode(contexts, self.lengths.mean_input), lane.hop
@@ -90,7 +94,8 @@ class AllRequests:
 
     where z_k and w_k represent a normal distribution (Gauss-Hermite). The probability falls with x, so bisection finds
     the quantile. If the time to the first token is constant and s is 0, the quantile is the latency of a request whose
-    output length is at the quantile."""
+    output length is at the quantile.
+    """
 
     def __init__(self, lengths: Lengths, quantile: float) -> None:
         self._above = np.concatenate([lengths.survival, [0.0]])  # P(D > d)
@@ -124,7 +129,8 @@ MOST_SEGMENTS = 12
 class PhaseColumns(NamedTuple):
     """The phases of candidates, with iterations grouped into a few segments. # [n, segments], or [n] from `boundary` on
 
-    A phase with fewer segments repeats its last segment with weight 0."""
+    A phase with fewer segments repeats its last segment with weight 0.
+    """
 
     weights: Array
     """Number of iterations of each segment."""
@@ -141,7 +147,8 @@ class PhaseColumns(NamedTuple):
     boundary_deviate: Array
     stray: Array
     """Deviation of the decode batch at which the rule adjusts its target, for phases that encode one request. It is a
-    negative number of standard deviations."""
+    negative number of standard deviations.
+    """
 
 
 class Phases:
@@ -205,7 +212,8 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
     """Divide 0 .. length into at most `most` segments. Return their edges, merged with `edges`. The first segments are
-    single iterations, and later ones grow longer."""
+    single iterations, and later ones grow longer.
+    """
     if length <= most:
         return np.arange(length + 1)
     spaced = np.unique(np.round(np.linspace(0, 1, most) ** 1.5 * (length - 1)).astype(int) + 1)

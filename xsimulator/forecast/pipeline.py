@@ -5,7 +5,8 @@ Steps go through the stages in order. Step n finishes stage j at
     finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 
 and a micro-batch's next step starts once its previous step has left the last stage. This module has closed forms for
-the steady state of this recursion, for a lane's kinds of stages (see LaneCost). Arrays are [kinds, candidates]."""
+the steady state of this recursion, for a lane's kinds of stages (see LaneCost). Arrays are [kinds, candidates].
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from xsimulator.costs.step_cost import LaneCost
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
 """Coefficients of `RandomSteps.share` for m micro-batches. With as many micro-batches as stages, the share is the first
 coefficient plus the second times log m. With more micro-batches than stages, the pair also applies (a constant, and a
-factor on the logarithm of the number of long steps in a round). With fewer, the last one also applies."""
+factor on the logarithm of the number of long steps in a round). With fewer, the last one also applies.
+"""
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
 
@@ -47,7 +49,8 @@ class Pipeline:
         counts, devices: number of stages of each kind, and of their devices. # [kinds] each
         before, after: for each end of a run, the number of stages of each kind up to this end, and from this end on.
             # [ends, kinds] each
-        run_of_end: the run to which each end belongs. # [ends]"""
+        run_of_end: the run to which each end belongs. # [ends]
+    """
 
     def __init__(self, lane: LaneCost) -> None:
         kinds, num_kinds = lane.kind_of, len(lane.kinds)
@@ -105,7 +108,8 @@ class RandomSteps:
         probability: probability of each kind of step, for several cases. # [cases, steps, n]
         microbatches: M. # [n]
 
-    The first kind of step does not encode."""
+    The first kind of step does not encode.
+    """
 
     def __init__(self, through: Array, slowest: Array, probability: Array, microbatches: Array) -> None:
         order = (-through).argsort(axis=0)

@@ -21,7 +21,8 @@ class Iterations:
     """The decode iterations of one workload, for each m.
 
     Attributes:
-        decodes: number of decode iterations of a request with output length at the quantile (at least one)."""
+        decodes: number of decode iterations of a request with output length at the quantile (at least one).
+    """
 
     def __init__(self, lengths: Lengths, batches: Array, decodes: int) -> None:
         self.lengths, self.batches, self.decodes = lengths, batches, decodes
@@ -47,7 +48,8 @@ class Iterations:
     @cached_property
     def busy(self) -> Array:
         """Share of iterations in which any request decodes. It is computed for the phase length with the smallest such
-        share. # [m]"""
+        share. # [m]
+        """
         survival, most = self._survival, self.decodes
         least = np.ones(len(self.batches))
         for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
@@ -77,7 +79,8 @@ class LeastSteps:
         encode_each: a prompt's share of the seconds of the largest step, on each kind of stage. # [placements, kinds]
         encode_lane: the same share, on the lane that encodes. # [placements, kinds]
         through: the same share, through all stages. # [placements]
-        alone: seconds of a step that encodes only one prompt, through all stages that encode. # [placements]"""
+        alone: seconds of a step that encodes only one prompt, through all stages that encode. # [placements]
+    """
 
     iterations: Iterations
     microbatches: Array
@@ -120,7 +123,8 @@ class BoundTerms(NamedTuple):
         before_s: least latency before the first decode iteration. # [placements]
         most_rps: upper bound on requests a second with any m. # [placements]
         at_least_one: whether a limit on m below 1 counts as 1, since a lane may decode less than one request on
-            average."""
+            average.
+    """
 
     working: list[Array]
     met: list[Array]

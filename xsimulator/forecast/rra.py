@@ -77,7 +77,8 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
 
     The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages.
 
-    Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages."""
+    Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
+    """
     if len(encode_batch) > AT_ONCE:
         parts = [slice(start, start + AT_ONCE) for start in range(0, len(encode_batch), AT_ONCE)]
         found = [(p, _predict(model, encode_batch[p], decode_iterations[p], microbatches[p])) for p in parts]
@@ -139,7 +140,8 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
 class _Encoding(NamedTuple):
     """Seconds of a micro-batch's encode step: on each stage, through all, and from each end on, with and without hops.
 
-    # [kinds, n], [n], [ends, n], [ends, n]"""
+    # [kinds, n], [n], [ends, n], [ends, n]
+    """
 
     stages: Array
     own_way: Array
@@ -217,7 +219,8 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
     """Return the standard deviation of the prompt tokens in a phase of a micro-batch.
 
     The tokens vary because up to half a prompt is carried over from phase to phase, and because the target is adjusted
-    if the decode batch deviates."""
+    if the decode batch deviates.
+    """
     carried: float | Array = lengths.mean_square_input / 6
     if len(lengths.inputs) == 1:
         # If all prompts have equal lengths, a phase encodes one of the two whole numbers next to the mean number.
@@ -229,7 +232,8 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
 @lru_cache(maxsize=8)
 def _variances(lengths: Lengths) -> Array:
     """Return for each N_D the variance of requests at the start of a phase, for each request that a phase encodes. A
-    phase encodes a fixed number, of which each decodes in the phase j after with probability P(D > j N_D). # [max D]"""
+    phase encodes a fixed number, of which each decodes in the phase j after with probability P(D > j N_D). # [max D]
+    """
     survivals = (lengths.survival[n::n] for n in range(1, max(2, lengths.max_output)))
     return np.asarray([float(p @ (1 - p)) for p in survivals])
 

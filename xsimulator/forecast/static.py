@@ -54,7 +54,8 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     """Return the predictions for batches that are encoded and then decode at full size until the longest output ends.
 
     Source: ExeGPT sec. 2 (FasterTransformer: no early termination; DeepSpeed Inference: more micro-batches in
-    encode than in decode)."""
+    encode than in decode).
+    """
     lengths = model.lengths
     prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
     each = batch / encode_parts
@@ -114,7 +115,8 @@ def _most_tokens(lengths: Lengths, requests: Array) -> Array:
 def _rounds(model: OneLaneModel) -> tuple[tuple[Ints, Array], Ints, Ints, Array]:
     """Return each segment of a static batch's decode steps: its position in the table, first step, and number of steps.
 
-    Also return, for each iteration, the log of the probability that a request has ended before the iteration."""
+    Also return, for each iteration, the log of the probability that a request has ended before the iteration.
+    """
     length = len(model.lengths.survival)
     edges = segments(length, {model.quantile_decodes}, MOST_SEGMENTS)
     weights = np.diff(edges)

@@ -12,7 +12,8 @@ free (as in a queue with batch arrivals). All requests are in the lanes until th
 output are then moved, join (after half an iteration on average) and run their iterations. If all requests of a batch
 end together, whole batches are in the lanes. Otherwise, half a batch's slots are free on average. If devices are CPU
 cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile (TransferCost.occupies). Source:
-ExeGPT sec. 4.1, 6, for the case B = B_E E[S]. Encode and decode then take turns."""
+ExeGPT sec. 4.1, 6, for the case B = B_E E[S]. Encode and decode then take turns.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
 """The closed form may predict too low a throughput if the limit on requests is smaller than this number of encode
-batches, each with one more request."""
+batches, each with one more request.
+"""
 MOST_LENGTHS = 64
 """Largest number of lengths of prompts whose times are computed. Other prompts count as the next shorter of these."""
 Bools = npt.NDArray[np.bool_]
@@ -132,7 +134,8 @@ class TwoLaneModel:
 
         The bound combines two extremes. With the largest encode batch, the encode lane has its highest throughput, so
         the fewest slots stay free while the lane is busy. With the smallest encode batch, the fewest requests are in
-        the lanes before their first decode step."""
+        the lanes before their first decode step.
+        """
         mean_decodes = max(self.mean_decodes, 1e-9)
         through, least_interval, moving, _ = self._encoding(encode_batch)
         _, interval, at_most, sd = self._encoding(largest_batch)
@@ -171,7 +174,8 @@ class TwoLaneModel:
 
         Args:
             never_waits: for which candidates requests count as never waiting, so that the result is an upper bound
-                (Little's law)."""
+                (Little's law).
+        """
         mean_decodes = max(self.mean_decodes, 1e-9)
         rate = lanes.decoding / (mean_decodes * lanes.rounds)
         stays = rate * self._stays.mean(lanes, lanes.rounds)
@@ -204,7 +208,8 @@ class TwoLaneModel:
     def _forming(self, lanes: LanePair) -> Array:
         """Return the mean number of slots that are free while a batch forms, beyond the batch's own slots. # [n, 1]
 
-        The number of prompts in a batch varies, because batches have equal numbers of tokens."""
+        The number of prompts in a batch varies, because batches have equal numbers of tokens.
+        """
         batch = lanes.encode_batch[:, None]
         forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5
         return forming
@@ -218,7 +223,8 @@ class TwoLaneModel:
 
     def prompt_s(self, encode_batch: Array) -> Array:
         """Return the encode lane's seconds for a prompt of the mean length in batches of up to `encode_batch` prompts.
-        # [n], rising -> [n]"""
+        # [n], rising -> [n]
+        """
         found: Array = np.minimum.accumulate(self._encoding(encode_batch).interval / encode_batch)
         return found
 
@@ -239,7 +245,8 @@ class TwoLaneModel:
 
     def group_times(self, encode_batch: Array) -> tuple[Array, Array]:
         """Return lower bounds on the seconds of a prompt of each length on one group: as a part of batches of up to
-        `encode_batch` prompts on average, and alone. # [n] -> [n, lengths], [lengths]"""
+        `encode_batch` prompts on average, and alone. # [n] -> [n, lengths], [lengths]
+        """
         inputs, stage = self.lengths.inputs, self.encode.stages[0]
         tables = self.encode.tables_of(stage)
         batches = tables.encode.batches[1:, None]
@@ -251,7 +258,8 @@ class TwoLaneModel:
     def longest_s(self, encode_batch: Array) -> Array:
         """Return an upper bound on the seconds of a batch of `encode_batch` prompts on average on one group. # [n]
 
-        The rule exceeds the mean number of tokens in a batch by at most one prompt."""
+        The rule exceeds the mean number of tokens in a batch by at most one prompt.
+        """
         found: Array = self._encoding(encode_batch).through + self._alone_s.max()
         return found
 
@@ -266,7 +274,8 @@ class TwoLaneModel:
         """Return lower bounds on the latency, TTFT and TPOT of settings.
 
         Args:
-            decode_batch: the smallest number of decoding requests."""
+            decode_batch: the smallest number of decoding requests.
+        """
         through, _, moving, _ = self._encoding(encode_batch)
         each = decode_batch / microbatches
         before = np.minimum(GRID.searchsorted(each, side="right"), len(GRID) - 1) - 1

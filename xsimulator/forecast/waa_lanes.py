@@ -16,7 +16,8 @@ from xsimulator.lengths import Lengths
 
 LONGEST = 0.9
 """A batch that is longer than the others in the lane delays them by this share of the time that it would take if it
-delayed them on every stage. Two workloads and three and four stages have shares between 0.82 and 1.05."""
+delayed them on every stage. Two workloads and three and four stages have shares between 0.82 and 1.05.
+"""
 
 
 class DecodeLane:
@@ -26,14 +27,16 @@ class DecodeLane:
         self._encode, self._stays = encode, stays
         self._joined: dict[tuple[float, float, float], Array] = {}
         """Seconds of iterations with joining requests, by smallest and largest encode batch and number of
-        micro-batches."""
+        micro-batches.
+        """
 
     def work(self, each: Array) -> Array:
         return np.asarray(np.interp(each, GRID, self.pipeline.devices @ self._grid[0]))
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Return the least seconds of an iteration if encode batches have between `encode_batch` and `largest_batch`
-        requests. # [n, grid]"""
+        requests. # [n, grid]
+        """
         companions = encode_batch * self._stays.together / microbatches
         reach = max(size, size_for(companions))
         _, slowest, through = self._grid
@@ -55,7 +58,8 @@ class DecodeLane:
         self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
     ) -> tuple[Array, Array]:
         """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99th percentile
-        of gaps in seconds. # [n], [n]"""
+        of gaps in seconds. # [n], [n]
+        """
         each = batch / microbatches
         joining = each / self.mean_decodes
         some = _share_joined(joining, encode_batch)
@@ -93,7 +97,8 @@ class DecodeLane:
 
         The requests of a batch join together, so no request joins in most steps. Only steps in which requests join read
         the weights for this K/V, and later steps wait for such a step. With larger batches, there are fewer such steps.
-        With smaller batches, each of them takes less time."""
+        With smaller batches, each of them takes less time.
+        """
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes
         tokens = joining / _share_joined(joining, encode_batch[:, None]) * self.lengths.mean_input  # [n, grid]
@@ -110,7 +115,8 @@ class DecodeLane:
     def _grid(self) -> tuple[Array, Array, Array]:
         """Seconds of a decode step on each kind of stage, on the slowest, and through all, by number of requests.
 
-        # [kinds, grid], [grid], [grid]"""
+        # [kinds, grid], [grid], [grid]
+        """
         lengths, lane = self.lengths, self.cost
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
@@ -124,7 +130,8 @@ class DecodeLane:
 
 def _share_joined(joining: Array, batch: Array) -> Array:
     """Return the share of steps in which requests join. A step gets `joining` requests on average, and whole batches of
-    `batch` requests join together."""
+    `batch` requests join together.
+    """
     return np.clip(joining / batch, 1e-12, 1.0)
 
 
@@ -134,7 +141,8 @@ class Encoding(NamedTuple):
     Attributes:
         through, interval, moving: seconds that a batch takes in the lane, seconds from one batch to the next, and
             seconds of a batch's transfer. # [n] each
-        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]"""
+        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
+    """
 
     through: Array
     interval: Array

@@ -56,7 +56,8 @@ def benched(
 
     Args:
         slow_after: once the measured requests have ended, steps take ten times as long.
-        waits: every 40th step waits for a core ten times as long as it computes."""
+        waits: every 40th step waits for a core ten times as long as it computes.
+    """
     plan = planned(kind, headroom).model_copy(update={"replicas": replicas})
 
     @contextmanager
@@ -287,7 +288,8 @@ def test_the_demo_measures_for_two_minutes_or_for_a_few_requests(rate_per_s: flo
 
 class Elsewhere(BaseHTTPRequestHandler):
     """The endpoint of another engine: it answers every prompt with the server's `events`, each of which ends with its
-    `end`."""
+    `end`.
+    """
 
     server: Any
     protocol_version = "HTTP/1.1"

@@ -59,7 +59,8 @@ def test_deepseek_v4_takes_blocks_for_all_that_it_keeps() -> None:
 
 def test_states_are_kept_twice_where_prefixes_are_cached() -> None:
     """vLLM 0.24 with --enable-prefix-caching: Qwen3.6-35B-A3B on an RTX 5090 logs 569,878 tokens for 6.01 GiB, and 4.35
-    requests of 131,072. Without copies it would be 595,781."""
+    requests of 131,072. Without copies it would be 595,781.
+    """
     running = read_current("vllm serve m --enable-prefix-caching", load_cluster("rtx-5090x8"))
     engine = running.as_started(load_engine("vllm-0.24"))
     spec = spec_of(QWEN36_MOE, "m")
@@ -80,7 +81,8 @@ def test_a_draft_joins_the_attention_beside_states() -> None:
 
 def test_engines_that_schedule_ahead_count_two_steps() -> None:
     """vllm 51041, version 0.26: with 7.01 GiB, requests may have 121,344 tokens. At this length, 7.71 GiB are logged as
-    150,992 tokens, so 1.24 requests fit, and longer ones would. With one step, 7.01 GiB are logged as 1,009,661."""
+    150,992 tokens, so 1.24 requests fit, and longer ones would. With one step, 7.01 GiB are logged as 1,009,661.
+    """
     found = kept(DEEPSEEK_V4, "vllm-0.26", "float8")
     assert found.longest(7.01 * GIB, 2 * 8192) == 121_344
     assert found.logged(7.71 * GIB, 121_344, 2 * 8192, by_requests=True) == pytest.approx(150_992, rel=0.011)

@@ -16,7 +16,8 @@ S = 10**9
 def log() -> list[StepRecord]:
     """RRA with two decode iterations of 1 s a phase; encoding takes 3 s. All prompts have 10 tokens.
 
-    Requests 0, 2, 4, .. of phase k end after 2 tokens, 1, 3, 5, .. after 4 (so they stay for two phases)."""
+    Requests 0, 2, 4, .. of phase k end after 2 tokens, 1, 3, 5, .. after 4 (so they stay for two phases).
+    """
     records = []
     now = 0
     for phase in range(6):

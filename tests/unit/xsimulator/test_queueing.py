@@ -41,7 +41,8 @@ def late(queue: LoadCurves, rate: float) -> float:
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
 def test_one_place_waits_as_known(load: float) -> None:
     """A mean wait of load / (1 - load) / 2 services (Pollaczek, Khinchine); the diffusion's error vanishes as the load
-    goes to 1."""
+    goes to 1.
+    """
     seconds = 2.0
     bounds = np.linspace(seconds, seconds + 8 * seconds / (1 - load), 400)
     mean = np.trapezoid([late(one_place(seconds, bound), load / seconds) for bound in bounds], bounds)

@@ -27,7 +27,8 @@ def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
     """Return the share of cached prompt tokens if requests run one after the other on the engine's own blocks.
 
     Args:
-        capacity: number of K/V blocks. The longest request must fit."""
+        capacity: number of K/V blocks. The longest request must fit.
+    """
     prefixes = trace.prefixes
     assert prefixes is not None
     blocks, found = Blocks(capacity), 0

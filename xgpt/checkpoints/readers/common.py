@@ -1,5 +1,6 @@
 """Read the fields of config.json that all families share, check single fields, and read the format in which weights are
-stored."""
+stored.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
     """Return the format in which weights are stored, or None if they are stored in the model's dtype.
 
     Raises:
-        InputError: the quantisation method is not known."""
+        InputError: the quantisation method is not known.
+    """
     given = config.get("quantization_config")
     if given is None and side is not None:
         given = side.get("quantization", side)
@@ -109,7 +111,8 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantisation of a checkpoint whose parts have different formats: the main format (that of the experts
-    or else of the dense blocks), the parts with 8-bit weights, and the parts in the model's dtype."""
+    or else of the dense blocks), the parts with 8-bit weights, and the parts in the model's dtype.
+    """
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
         kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")
@@ -177,7 +180,8 @@ def count(config: dict[str, Any], field: str) -> int:
 
     Raises:
         InputError: the value is not such a number.
-        KeyError: the field is missing."""
+        KeyError: the field is missing.
+    """
     value = config[field]
     if type(value) is not int or value < 1:
         raise wrong(field, value, "it must be a whole number, at least 1")
@@ -188,7 +192,8 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     """Return the activation function that `field` names.
 
     Raises:
-        InputError: the activation is not known."""
+        InputError: the activation is not known.
+    """
     name = config.get(field, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise wrong(field, name, f"xgpt supports only {', '.join(ACTIVATIONS)}")
@@ -227,7 +232,8 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
             means that no layer does.
 
     Raises:
-        InputError: a layer's attention is of an unknown kind."""
+        InputError: a layer's attention is of an unknown kind.
+    """
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
     if window is not None and (type(window) is not int or window < 2):
         # With a window of 1, transformers' cache keeps all tokens.

@@ -1,5 +1,6 @@
 """Read config.json of the families that xgpt's own engine runs. `shapes` in families.yaml states what a family's models
-have that Llama's have not."""
+have that Llama's have not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def read(family: str, config: Config) -> Config:
 
     Raises:
         InputError: a field has a value that xgpt does not support.
-        KeyError: a size is missing."""
+        KeyError: a size is missing.
+    """
     row = SHAPES[family]
     config = row.get("defaults", {}) | config
     if family in OTHER_SIZES:

@@ -1,5 +1,6 @@
 """Read config.json of families that xgpt plans for other engines but does not run itself. The result lists the model's
-kinds of layers with their sizes."""
+kinds of layers with their sizes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def planned(family: str, config: Config, defaults: Config) -> Config:
 
     Raises:
         InputError: a size has an unknown value, or config.json has a size that xgpt does not use.
-        KeyError: a size is missing."""
+        KeyError: a size is missing.
+    """
     read = ReadFields(defaults | config)
     fields = _fields(family, renamed(family, read))
     read.refuse_unread_sizes(family, config)
@@ -195,7 +197,8 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
 
 def _searched_attention(config: Config, block: Config) -> Attention | None:
     """Return a layer's attention in a model from an architecture search (Llama-Nemotron), or None if it has no
-    attention."""
+    attention.
+    """
     if block.get("no_op") or block.get("replace_with_linear"):
         return None
     heads = count(config, "num_attention_heads")
@@ -206,7 +209,8 @@ def _searched_attention(config: Config, block: Config) -> Attention | None:
 
 def _compressed(config: Config, kind: str) -> Attention:
     """Return DeepSeek-V4's attention. Each token attends to the latest tokens and to compressed entries. One entry
-    stands for several earlier tokens."""
+    stands for several earlier tokens.
+    """
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
     rotated = count(config, "qk_rope_head_dim")
@@ -295,7 +299,8 @@ def _recurrent(family: str, config: Config) -> Recurrent:
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
     """Return two values for each layer: the width of its dense feed-forward block (0: no such block), and its experts
-    or None."""
+    or None.
+    """
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
@@ -399,7 +404,8 @@ class ReadFields(dict[str, Any]):
         """Check that all sizes in `given` have been read. Empty values and zeros need not be read.
 
         Raises:
-            InputError: a size has not been read. The message names the field."""
+            InputError: a size has not been read. The message names the field.
+        """
         # Sizes of state-space layers are not read if there is no such layer.
         heads = {
             "mamba_": ("mamba_num_heads", "mamba_n_heads"),

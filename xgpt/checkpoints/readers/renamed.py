@@ -13,7 +13,8 @@ Config = dict[str, Any]
 
 def renamed(family: str, config: Config) -> Config:
     """Return the config with sizes and kinds of layers under the names that the readers know. It may be changed in
-    place."""
+    place.
+    """
     for name, sizes in TABLES["objects"].items():
         if isinstance(inner := config.get(name), dict):
             config |= {ours: inner[theirs] for theirs, ours in sizes.items() if theirs in inner}
@@ -42,7 +43,8 @@ def _lfm2(config: Config) -> Config:
 
 def _longcat_flash(config: Config) -> Config:
     """Split each layer into two. Both have attention and a dense block, and the first one also has the experts. Some
-    experts return their input unchanged, and are not counted."""
+    experts return their input unchanged, and are not counted.
+    """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
     config["moe_intermediate_size"] = config["expert_ffn_hidden_size"]
@@ -52,7 +54,8 @@ def _longcat_flash(config: Config) -> Config:
 
 def _glm_moe_dsa(config: Config) -> Config:
     """Set which layers have an indexer of sparse attention: the first layers, then one in every `index_topk_freq`
-    layers. Any other layer attends to the tokens that the previous indexer has selected."""
+    layers. Any other layer attends to the tokens that the previous indexer has selected.
+    """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:
         places = range(config["num_hidden_layers"])

@@ -42,7 +42,8 @@ def rope(
 
     Raises:
         InputError: a setting has a value that no engine accepts.
-        KeyError: a setting that the kind needs is missing."""
+        KeyError: a setting that the kind needs is missing.
+    """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
     if not isinstance(found, dict):
@@ -76,7 +77,8 @@ def rope(
 
 def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
     """Return the settings of rotary embeddings for a family whose sliding-window layers have a different base (Gemma
-    3)."""
+    3).
+    """
     by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
         accepted = "it must be an object with the keys full_attention and sliding_attention"

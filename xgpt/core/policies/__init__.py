@@ -1,7 +1,8 @@
 """The scheduling rules in pure Python: they take requests and return steps.
 
 The package uses no torch, no clock and no global state. xsimulator, xscheduler, xrunner and xgpt may import this
-package."""
+package.
+"""
 
 from xgpt.core.policies.blocks import Blocks, BlockTable
 from xgpt.core.policies.build import build, build_rows

@@ -27,7 +27,8 @@ from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
 """The part of an account's queue from which a request enters. "overdue" stands for a request of `order` that enters out
-of order."""
+of order.
+"""
 
 
 class Queue:
@@ -42,7 +43,8 @@ class Queue:
 
     Args:
         patience_ns: nanoseconds of waiting after which a request is overdue. None means that no request becomes
-            overdue."""
+            overdue.
+    """
 
     def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
         self.patience_ns = patience_ns
@@ -58,7 +60,8 @@ class Queue:
         self._taken: dict[int, int] = {}
         self.longest_by_utility = 0
         """Length of the longest prompt that das chose only by its utility for the row that was filled last. 0 means
-        that there is none."""
+        that there is none.
+        """
         self.now_ns = 0
         self.has_accounts = False
         self._next: _NextRequest | None = None
@@ -88,7 +91,8 @@ class Queue:
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
         """Under order in-time, decide which waiting requests are deferred. Return the ids of the requests in `begun`
-        that must pause."""
+        that must pause.
+        """
         self._next = None
         orders = [account.order for account in self._accounts.values()]
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
@@ -152,7 +156,8 @@ class Queue:
     def expire(self, now_ns: int) -> list[Request]:
         """Set the clock. Remove and return the requests that have never run and whose deadline has passed.
 
-        Source: TCB sec. 5.1, where a request fails if it is not scheduled by its deadline."""
+        Source: TCB sec. 5.1, where a request fails if it is not scheduled by its deadline.
+        """
         if now_ns <= self.now_ns and not self._deadlines:
             return []
         self.now_ns = max(self.now_ns, now_ns)
@@ -171,7 +176,8 @@ class Queue:
         """Remove and return the next requests that together fit in a batch row of `row_tokens` prompt tokens.
 
         Args:
-            goes_on: whether the row continues a batch. `put_back` then accepts requests of all its rows."""
+            goes_on: whether the row continues a batch. `put_back` then accepts requests of all its rows.
+        """
         if not goes_on:
             self._taken.clear()
         self._next = None  # a row may begin with another request than a batch without rows
@@ -382,5 +388,6 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        eta: share of a row's requests that das chooses only by utility (das)."""
+        eta: share of a row's requests that das chooses only by utility (das).
+    """
     return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

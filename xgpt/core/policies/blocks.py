@@ -5,7 +5,8 @@ The keys of a sequence's blocks are its chain. A block that no request uses any 
 needed. The least recently used block is evicted first. If several blocks were released together, the last block of the
 sequence is evicted first, because a block is useless without the blocks before it.
 
-Source: vLLM, which also has hash chains and a queue in order of last use."""
+Source: vLLM, which also has hash chains and a queue in order of last use.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class BlockTable:
 
     Attributes:
         found: number of leading blocks that were cached when the request entered.
-        named: number of leading blocks that have a key, or the same content as a block with a key."""
+        named: number of leading blocks that have a key, or the same content as a block with a key.
+    """
 
     __slots__ = ("blocks", "found", "named")
 
@@ -56,12 +58,14 @@ class Blocks:
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
         """Number of requests that use each block that has, or had, a key. Any other used block belongs to one
-        request."""
+        request.
+        """
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, in the order of their release. They have a key, and no request uses them."""
         self._found: dict[int, FoundBlocks] = {}
         """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
-        waiting requests are looked up at every step."""
+        waiting requests are looked up at every step.
+        """
 
     @property
     def num_used(self) -> int:

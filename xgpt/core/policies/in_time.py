@@ -3,7 +3,8 @@
 If not all waiting prompts can be prefilled in time, as few as possible are deferred, the longest first. This is Moore
 and Hodgson's algorithm.
 
-Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109."""
+Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from xgpt.core.policies.slack import Slack, StepClock
 
 UNCUT_TOKENS = 2048
 """If no budget limits a step's prompt tokens, the time per prompt token is computed for a step with this number of
-tokens."""
+tokens.
+"""
 
 
 class Pace(NamedTuple):
@@ -36,7 +38,8 @@ class Pace(NamedTuple):
 
 class Job(NamedTuple):
     """The part of a prompt that is not prefilled yet: `tokens` tokens, whose attention takes `attention_ns`. The first
-    output token is due at `due_ns`."""
+    output token is due at `due_ns`.
+    """
 
     due_ns: int
     number: int
@@ -56,12 +59,14 @@ class FirstTokens(NamedTuple):
 
     def latest_ns(self, request: Request) -> int:
         """Return the latest time at which a request's prefill can start and be in time, if the engine runs nothing
-        else."""
+        else.
+        """
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
         """`number` is a waiting request's position in order of arrival, and -1 for a request whose prefill has
-        begun."""
+        begun.
+        """
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
 
@@ -70,7 +75,8 @@ class FirstTokens(NamedTuple):
 
         Args:
             context: total number of tokens to which the decoding requests attend.
-            budget: largest number of tokens of a step. None means any number. Ignored if `slack` is given."""
+            budget: largest number of tokens of a step. None means any number. Ignored if `slack` is given.
+        """
         others_s = self.clock.decodes(decodes, context)
         tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes
         if slack is not None:
@@ -84,7 +90,8 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
     """Return the ids of the requests to defer so that as many others as possible are in time.
 
     Args:
-        jobs: the parts of prompts that are not prefilled yet, sorted by `due_ns`."""
+        jobs: the parts of prompts that are not prefilled yet, sorted by `due_ns`.
+    """
     token_ns, at_once = pace
     late: set[int] = set()
     kept: list[tuple[float, int]] = []
@@ -108,7 +115,8 @@ class InTimeOrder(Order):
     """Admission order in-time: earliest due time first. Deferred requests follow in order of arrival.
 
     Before each step, `plan` decides which requests are deferred. A request that arrives later is not deferred until the
-    next call. A request that could not be in time even if the engine ran nothing else stays deferred."""
+    next call. A request that could not be in time even if the engine ran nothing else stays deferred.
+    """
 
     def __init__(self, first_tokens: FirstTokens) -> None:
         super().__init__()
@@ -130,7 +138,8 @@ class InTimeOrder(Order):
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
         """Decide which requests are deferred, and return the ids of the requests in `begun` that must pause. A request
-        must pause if it is deferred, or if it is due later than some waiting request that is not deferred."""
+        must pause if it is deferred, or if it is due later than some waiting request that is not deferred.
+        """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
         if not begun:

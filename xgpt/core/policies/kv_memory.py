@@ -19,7 +19,8 @@ class KvMemory:
 
     Attributes:
         prompts: blocks of the lane that encodes. It is the same object as `decodes` unless a separate lane encodes.
-        num_promised: number of blocks that requests have been promised but do not have yet."""
+        num_promised: number of blocks that requests have been promised but do not have yet.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, kv: KvPromise = "reserve", *, encoder: bool = False, is_whole: bool
@@ -50,7 +51,8 @@ class KvMemory:
 
     def to_encode(self, request: Request) -> int:
         """Return how many uncached tokens of a waiting request would have to be encoded if it entered now (at least
-        one)."""
+        one).
+        """
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
@@ -61,7 +63,8 @@ class KvMemory:
         less.
 
         Args:
-            overdrawn: block tables of requests that may be preempted for the waiting request."""
+            overdrawn: block tables of requests that may be preempted for the waiting request.
+        """
         found = self._find(self.decodes, request)
         missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
         if missing > 0 and not request.generated:
@@ -104,7 +107,8 @@ class KvMemory:
 
     def num_spare(self, request: Request) -> int:
         """Return how many further tokens fit in a request's blocks after its next step. It is negative if this step
-        does not fit."""
+        does not fit.
+        """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 

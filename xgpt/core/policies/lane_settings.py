@@ -32,7 +32,8 @@ class LaneSettings:
         batch_wait_tokens: once a step would have this number of tokens, prompts wait no longer.
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests' next tokens are due, instead of by
-            `token_budget` (only with `mix`)."""
+            `token_budget` (only with `mix`).
+    """
 
     mix: bool
     encode_every: int = 1
@@ -78,7 +79,8 @@ def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int
     """Return the settings adapted to `engine`: how it runs steps that both encode and decode. None changes nothing.
 
     Steps are scheduled ahead only without a pipeline, since micro-batches already keep a pipeline busy. Phases and
-    static batches are never scheduled ahead, since they depend on which requests have ended."""
+    static batches are never scheduled ahead, since they depend on which requests have ended.
+    """
     if engine is None or not settings.mix:
         return settings
     budget = settings.token_budget

@@ -2,7 +2,8 @@
 
 This file has first come, first served (fcfs), almost so (shuffled), shortest prompt first (sjf), longest output first
 (lpt), earliest deadline first (edf), and TCB's deadline-aware scheduling (das). `in_time` has order in-time. All orders
-sort requests on arrival, so the cost of a step depends on how many requests enter, not on how many wait."""
+sort requests on arrival, so the cost of a step depends on how many requests enter, not on how many wait.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ WINDOW = 64
 def shuffled(request: Request) -> float:
     """Return a key that sorts requests by their window of ids, and at random within it, the same way each time.
 
-    Source: ExeGPT sec. 6, which randomises inputs across batches where input and output lengths correlate."""
+    Source: ExeGPT sec. 6, which randomises inputs across batches where input and output lengths correlate.
+    """
     return request.id // WINDOW + Random(request.id).random()
 
 
@@ -43,7 +45,8 @@ class Order(ABC):
     """A queue of requests that have never run.
 
     Attributes:
-        num_dominant: number of requests in the current row that were chosen only by utility (das)."""
+        num_dominant: number of requests in the current row that were chosen only by utility (das).
+    """
 
     is_fifo = False
     num_dominant = 0
@@ -127,7 +130,8 @@ class DasOrder(Order):
     not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed set of requests, das
     reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
-    A request that is longer than a row enters once no other request waits."""
+    A request that is longer than a row enters once no other request waits.
+    """
 
     def __init__(self, row_tokens: int, eta: float = ETA) -> None:
         super().__init__()
@@ -223,7 +227,8 @@ class DasOrder(Order):
 class EarliestUpTo:
     """A segment tree of minima, which finds the length with the earliest deadline among all lengths up to a limit.
 
-    Node i has the children 2i and 2i + 1. The last half of the nodes are the leaves, one for each length."""
+    Node i has the children 2i and 2i + 1. The last half of the nodes are the leaves, one for each length.
+    """
 
     def __init__(self) -> None:
         self._tree: list[tuple[float, int, int] | None] = [None] * 2
@@ -240,7 +245,8 @@ class EarliestUpTo:
 
     def up_to(self, limit: int) -> int | None:
         """Return the length, at most `limit`, with the earliest deadline. Return None if no waiting request is that
-        short."""
+        short.
+        """
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]

@@ -1,7 +1,8 @@
 """Manage the requests of one engine. Each request waits, or runs in a micro-batch.
 
 The simulated and the real engine change a `Pool` only through a schedule's methods. So the schedule depends only on the
-order of submissions, steps, endings and cancellations."""
+order of submissions, steps, endings and cancellations.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from xgpt.core.schema.step_log import Chain
 MOST_SCORED = 512
 """Largest number of prompt tokens for which a step computes log probabilities, since each such token takes a row of
 logits. Further scored prompts wait for the next step. A scored prompt with more tokens is cut if steps mix prompts and
-decodes. If they do not, it is the only scored prompt of its step."""
+decodes. If they do not, it is the only scored prompt of its step.
+"""
 
 
 class Pool(Running):
@@ -44,7 +46,8 @@ class Pool(Running):
             the encoder cannot read output tokens.
 
     Attributes:
-        forecast: predicts when running steps leave the first stage, and when tokens are due. Used only with slack."""
+        forecast: predicts when running steps leave the first stage, and when tokens are due. Used only with slack.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,8 @@ class Pool(Running):
 
     def expire(self, now_ns: int) -> list[int]:
         """Set the clock. Remove the waiting requests that have never run and whose deadline has passed. Return their
-        ids."""
+        ids.
+        """
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
@@ -128,7 +132,8 @@ class Pool(Running):
         A request in a running step stays until that step is settled.
 
         Returns:
-            The ids of the requests that leave now: this request, and finished requests that kept their slots for it."""
+            The ids of the requests that leave now: this request, and finished requests that kept their slots for it.
+        """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
                 return []

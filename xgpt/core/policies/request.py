@@ -32,7 +32,8 @@ class Request:
     cached: int = 0
     first_ns: int | None = None
     """Time at which the request's first decode step was scheduled, when its first token was ready. It is set only with
-    slack."""
+    slack.
+    """
     blocks: int = 0
     table: BlockTable | None = field(default=None, repr=False, compare=False)
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
@@ -54,7 +55,8 @@ class Request:
     @property
     def context(self) -> int:
         """Number of prompt and output tokens so far. The next decode step attends to all of them. After a preemption,
-        all of them are encoded again."""
+        all of them are encoded again.
+        """
         return self.input_length + self.generated
 
     @property
@@ -74,7 +76,8 @@ class Request:
 
 class Chunk(NamedTuple):
     """Tokens [start, start + length) of a request's prompt. After a preemption, the prompt includes generated
-    tokens."""
+    tokens.
+    """
 
     id: int
     start: int
@@ -85,7 +88,8 @@ class Step(NamedTuple):
     """One iteration of one micro-batch of a lane.
 
     Attributes:
-        grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order."""
+        grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order.
+    """
 
     encode: tuple[Chunk, ...]
     decode: tuple[int, ...]
@@ -114,7 +118,8 @@ class MicroBatch:
         context: total number of prompt and output tokens of the requests that get a token in the next decode step.
         input_tokens: total number of prompt tokens of these requests.
         joining_tokens: total number of prompt tokens of those among them that have no output token yet.
-        joined: requests that have begun to decode since the last decode step."""
+        joined: requests that have begun to decode since the last decode step.
+    """
 
     __slots__ = (
         "_decodes",
@@ -157,7 +162,8 @@ class MicroBatch:
     @property
     def next_to_decode(self) -> tuple[int, ...]:
         """Ids of the requests in the next decode step, including finished requests that keep their slots. Empty once
-        all requests have finished."""
+        all requests have finished.
+        """
         ids = tuple(self.decoding)
         if self.stopped:
             ids = tuple(id_ for id_ in ids if id_ not in self.stopped)

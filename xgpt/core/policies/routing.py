@@ -1,5 +1,6 @@
 """Choose the replica for a request: the one that was last sent the prompt's prefix, unless it is much busier than
-another."""
+another.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
 replica with the fewest. The difference may be at most this share of the requests that a replica runs at once. If the
 replica has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less
-work is saved."""
+work is saved.
+"""
 
 
 class ReplicaRouter:

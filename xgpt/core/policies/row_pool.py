@@ -4,7 +4,8 @@ A batch enters as a whole, and its layout does not change after that (`tcb.lay_o
 enough for the prompts of the longest slot, plus one output of the largest maximum for each request of the fullest slot.
 A slot's memory is contiguous, so a request that ends frees no memory. Padded and concatenated rows keep their memory
 until the batch has ended. Slots are freed earlier: once all requests of at least a quarter of the remaining slots have
-ended (early memory cleaning, TCB sec. 4.2.2)."""
+ended (early memory cleaning, TCB sec. 4.2.2).
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 From a micro-batch's running requests and the waiting requests, the rule decides what the next step encodes and decodes.
 A phase is a step that encodes, with the decode steps after it. The rule reads no clock and draws no random numbers. So
-the same submissions, steps and endings give the same schedule on a simulated and on a real clock."""
+the same submissions, steps and endings give the same schedule on a simulated and on a real clock.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from xgpt.core.policies.slack import PromptRoom, Slack, TimeRoom, TokenRoom
 ADJUSTMENT = 0.1
 """If the decode batch deviates from its mean by more than this share, the encode batch is changed by this share.
 
-Source: ExeGPT sec. 5.2, which names the threshold but no figure."""
+Source: ExeGPT sec. 5.2, which names the threshold but no figure.
+"""
 
 
 class PromptBudget:
@@ -30,7 +32,8 @@ class PromptBudget:
     A prompt is encoded only if the budget's remaining tokens are at least half of the prompt's tokens. So every phase
     is within half a prompt of the target, and the mean is the target.
 
-    Source: ExeGPT sec. 5.2."""
+    Source: ExeGPT sec. 5.2.
+    """
 
     def __init__(self, target: float, decode_batch: float = 0.0, adjustment: float = ADJUSTMENT) -> None:
         self._target = target
@@ -38,7 +41,8 @@ class PromptBudget:
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
         """Number of tokens by which earlier phases fell short of the target. The number is negative if they exceeded
-        the target."""
+        the target.
+        """
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase. `excess` is the number of decoding requests minus its planned mean."""
@@ -55,7 +59,8 @@ class PromptBudget:
 
     def close(self) -> None:
         """End a phase's encoding early, because no request waits or memory is full. Unused tokens are not carried over,
-        since the next phase would then encode a burst."""
+        since the next phase would then encode a burst.
+        """
         self._credit = min(self._credit, 0.0)
 
 
@@ -81,7 +86,8 @@ class OneLaneRule:
         A call that returns None changes nothing, since the number of such calls depends on an engine's clock.
 
         Args:
-            may_encode: whether a phase may begin now. If not, an empty micro-batch gets no step."""
+            may_encode: whether a phase may begin now. If not, an empty micro-batch gets no step.
+        """
         settings = self.settings
         giving_way = (
             frozenset() if settings.first_tokens is None else self._give_way(settings.first_tokens, pool, batch)
@@ -220,7 +226,8 @@ class OneLaneRule:
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Admit requests up to the phase's token budget, and return their whole prompts. The difference from the budget
-        is carried over to the next phase, except as `PromptBudget.close` states."""
+        is carried over to the next phase, except as `PromptBudget.close` states.
+        """
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
         # Partly encoded prompts were begun under other settings, which cut prompts (see `apply`).
@@ -252,7 +259,8 @@ class Rule(OneLaneRule):
             def key(self, request):
                 return request.input_length
 
-        xgpt.simulate("plan.json", rule=ShortestFirst())"""
+        xgpt.simulate("plan.json", rule=ShortestFirst())
+    """
 
     def __init__(self) -> None:
         """Take no settings: each micro-batch gets a copy with the plan's (`of`)."""
@@ -269,7 +277,8 @@ class Rule(OneLaneRule):
 
 RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
 """By type of settings: the type of the rule. A policy whose steps `LaneSettings` cannot describe adds a subclass of
-`LaneSettings` and a subclass of `OneLaneRule`."""
+`LaneSettings` and a subclass of `OneLaneRule`.
+"""
 
 
 def rule_of(settings: LaneSettings, number: int = 0, own: Rule | None = None) -> OneLaneRule:

@@ -14,7 +14,8 @@ class StepsUnderWay:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
         """Ids of the requests that were cancelled while a step with them ran. They leave once no running step includes
-        them."""
+        them.
+        """
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -52,7 +53,8 @@ class Running:
 
     Attributes:
         runs_ahead: whether a step is scheduled while the previous one runs, so that requests are assumed to continue up
-            to their maximum output."""
+            to their maximum output.
+    """
 
     def __init__(self, memory: KvMemory, waiting: Queue) -> None:
         self.memory = memory
@@ -114,7 +116,8 @@ class Running:
     def make_room(self, batch: MicroBatch) -> None:
         """Give decoding requests the blocks for their next tokens. Preempt requests when no block is available.
 
-        A promised block is given one token early, so that a worker may run a step ahead."""
+        A promised block is given one token early, so that a worker may run a step ahead.
+        """
         for request in batch.due():
             if request.batch is not batch:
                 continue  # preempted for an earlier request
@@ -131,7 +134,8 @@ class Running:
     def _grow(self, request: Request, num_spare: int) -> int:
         """Give a request a promised block or, if its next token would not fit otherwise, a block beyond the promise.
 
-        Return how many further tokens fit in its blocks after its next step, as `KvMemory.num_spare` does."""
+        Return how many further tokens fit in its blocks after its next step, as `KvMemory.num_spare` does.
+        """
         memory = self.memory
         if not memory.take_promised(request):
             if num_spare == 0:

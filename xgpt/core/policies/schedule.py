@@ -13,7 +13,8 @@ been settled, and micro-batches take strict turns. So a pipeline of P stages nee
 schedule that runs ahead decides the next step while a step runs. It assumes that every request of the running step
 continues up to its maximum output, so a request that ends early is computed in one step too many.
 
-Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4."""
+Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Schedule(ABC):
     The state changes only in `submit`, `cancel`, `expire`, `settle` and `apply`, and when `next_step` returns a step.
 
     Attributes:
-        lanes: the groups of workers that run steps, in the order in which an engine asks them for steps."""
+        lanes: the groups of workers that run steps, in the order in which an engine asks them for steps.
+    """
 
     lanes: tuple[LaneName, ...]
 
@@ -57,12 +59,14 @@ class Schedule(ABC):
         """Remove a request now or, if a running step includes the request, once this step is settled.
 
         Returns:
-            The ids of the requests whose slots and K/V become free now."""
+            The ids of the requests whose slots and K/V become free now.
+        """
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
         """Remove waiting requests that have never run and whose deadline has passed. Return their ids. Call this before
-        `next_step`."""
+        `next_step`.
+        """
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
@@ -70,7 +74,8 @@ class Schedule(ABC):
 
         Returns:
             Whether the settings were adopted. They are not if the plans differ in lanes, stages, micro-batches or
-            memory, since such a change needs an empty engine."""
+            memory, since such a change needs an empty engine.
+        """
         return False
 
     def _is_placed_like(self, other: Schedule) -> bool:
@@ -97,7 +102,8 @@ class Schedule(ABC):
             failed: finished requests that ended in an error. Later requests do not share their blocks.
 
         Returns:
-            The ids of the requests whose slots and K/V become free now."""
+            The ids of the requests whose slots and K/V become free now.
+        """
 
     @abstractmethod
     def batch_of(self, step: Step) -> MicroBatch:
@@ -117,7 +123,8 @@ class OneLane(Schedule):
 
     A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
     of one micro-batch would delay the short decode steps of the others. A static batch enters as a whole, in equal
-    parts, after all requests of the previous batch have left."""
+    parts, after all requests of the previous batch have left.
+    """
 
     lanes: tuple[LaneName, ...] = ("both",)
 

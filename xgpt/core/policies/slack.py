@@ -25,7 +25,8 @@ class StepClock:
 
     def most_tokens(self, seconds: float) -> int:
         """Return the largest number of tokens, up to the largest in `step_times`, for which a step takes at most
-        `seconds`, not counting the time of attention."""
+        `seconds`, not counting the time of attention.
+        """
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:
@@ -60,7 +61,8 @@ class Slack(NamedTuple):
         and has `generated` tokens.
 
         Args:
-            own_ns: the account's own bound on the nanoseconds per token. None means the plan's bound."""
+            own_ns: the account's own bound on the nanoseconds per token. None means the plan's bound.
+        """
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
@@ -84,7 +86,8 @@ class Slack(NamedTuple):
         Args:
             own_ns: nanoseconds from when the first stage is free until the earliest next token of this micro-batch is
                 due. Infinite if no request decodes.
-            others_ns: the same for each other micro-batch, in the order of their turns."""
+            others_ns: the same for each other micro-batch, in the order of their turns.
+        """
         stages, equal_ns = self.num_stages, self.equal_ns
         left_ns = own_ns
         for place, until_ns in enumerate(others_ns):
@@ -108,17 +111,20 @@ class Slack(NamedTuple):
 class LaneForecast:
     """Predicts when running steps leave the first stage of a lane, and when tokens are due.
 
-    All stages are assumed to take equal times."""
+    All stages are assumed to take equal times.
+    """
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
         """By micro-batch and bound on the time per token: a heap of the due times of requests' next tokens, without the
-        part that grows with the micro-batch's iterations. A request that has left is removed once it is at the top."""
+        part that grows with the micro-batch's iterations. A request that has left is removed once it is at the top.
+        """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
         """Return the earliest due time of a micro-batch's tokens, except tokens that a running step computes. Return
-        infinity if no request decodes."""
+        infinity if no request decodes.
+        """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
         first_ns = inf
@@ -170,7 +176,8 @@ class PromptRoom(Protocol):
 
     def take(self, start: int, end: int) -> int:
         """Add tokens [start, end) of a prompt to the step, or as many of the first ones as fit. Return the number of
-        added tokens. Call this only if `is_open`, so that at least one token fits."""
+        added tokens. Call this only if `is_open`, so that at least one token fits.
+        """
 
 
 class TokenRoom:

@@ -1,7 +1,8 @@
 """Arrange a batch in rows of equal length, by padding, by concatenation, or in slots.
 
 TNB pads each request to the longest one. TTB (TurboTransformers) does so within batches of similar lengths. TCB
-concatenates several requests in each row of fixed length, or in each slot."""
+concatenates several requests in each row of fixed length, or in each slot.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
 """Ended slots are removed once they are this share of a batch's remaining slots, since a removal copies the other
-slots' K/V."""
+slots' K/V.
+"""
 
 
 class Place(NamedTuple):
@@ -33,7 +35,8 @@ class RowBatch:
     """The layout of a batch: `num_slots` slots of `slot_tokens` tokens each, and `slots_per_row` slots in a row.
 
     A request's tokens attend only to the request's own tokens, but attention is computed over whole slots. `places` is
-    sorted by slot."""
+    sorted by slot.
+    """
 
     num_slots: int
     slot_tokens: int
@@ -53,7 +56,8 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
     """Return the layout of a batch. It depends only on the requests, their order, and the other arguments.
 
     A padded row or a slot is as long as the longest prompt. Other rows are at most as long as the larger of
-    `row_tokens` and the longest prompt."""
+    `row_tokens` and the longest prompt.
+    """
     if batching == "padded":
         return padded_rows(requests)
     longest = max(one.input_length for one in requests)
@@ -94,7 +98,8 @@ def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[R
 
     A decode step takes as long as if every row had as many requests as the fullest one. Without spreading, the row with
     the shortest requests would have the most. Requests are dealt back and forth over the rows, the longest first. If a
-    row would then exceed `row_tokens`, the rows stay as they are."""
+    row would then exceed `row_tokens`, the rows stay as they are.
+    """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
     dealt: list[list[Request]] = [[] for _ in rows]
     for index, one in enumerate(ordered):

@@ -5,7 +5,8 @@ encode side by side, the first free one takes the batch. After that, a
 "transfer" step moves the batch's K/V to the decode lane. One transfer step runs at a time, and it moves all batches
 that were encoded since the previous one began. Then the requests join the decode micro-batch whose turn it is, but not
 before the buffer time has passed since their encode step began. The buffer time is counted in decode iterations,
-because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c)."""
+because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class TwoLaneSettings:
             batches are made smaller or larger by this share. 0 means never.
         buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
             step.
-        encoder_only: whether the encode lane runs only an encoder, so that the decode lane computes the first token."""
+        encoder_only: whether the encode lane runs only an encoder, so that the decode lane computes the first token.
+    """
 
     encode_tokens: float
     encode_stages: int
@@ -55,7 +57,8 @@ class TwoLaneSettings:
 
 class TwoLane(Schedule):
     """The schedule of waa. The pool's blocks are those of the decode lane, and a request gets them when it enters the
-    encode lane."""
+    encode lane.
+    """
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -228,7 +231,8 @@ class TwoLane(Schedule):
 
     def _ready(self) -> list[Request]:
         """Return the requests whose K/V has been moved and whose buffer time has passed. If no request decodes, ignore
-        the buffer time, since without iterations it would never pass."""
+        the buffer time, since without iterations it would never pass.
+        """
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
             return arrived

@@ -18,7 +18,8 @@ class Cache(NamedTuple):
         entry_bytes: bytes of an entry.
         tokens: number of tokens that share an entry.
         window: number of latest tokens whose entries are kept. None means all tokens.
-        is_state: whether there is one entry for each request, whatever its length."""
+        is_state: whether there is one entry for each request, whatever its length.
+    """
 
     entry_bytes: float
     tokens: int = 1
@@ -33,7 +34,8 @@ def caches_of(block: Block, dtype: str, group: int = 1) -> tuple[Cache, ...]:
     tokens, and the sums, in float32, from which the next entries are computed. With an index, these sums overlap.
 
     Args:
-        dtype: type of K/V."""
+        dtype: type of K/V.
+    """
     found = list[Cache]()
     if (recurrent := block.recurrent) is not None:
         found.append(Cache(recurrent.state_bytes / min(group, recurrent.num_heads), is_state=True))

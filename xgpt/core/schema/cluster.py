@@ -16,7 +16,8 @@ MOST = 1024
 class Efficiency(Frozen):
     """The shares of a datasheet's rates that kernels achieve on a kind of device.
 
-    Profiles computed from a datasheet use these figures, for all models."""
+    Profiles computed from a datasheet use these figures, for all models.
+    """
 
     matrix: float = Field(gt=0, le=1)
     """Share of the FLOP/s that large matrix products achieve."""
@@ -38,14 +39,16 @@ class Efficiency(Frozen):
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
     """Least seconds of an all-reduce over any number of devices. None means that it is computed from the hops of a
-    ring."""
+    ring.
+    """
     layer_s: float = Field(ge=0)
     """Seconds for each layer of small kernels and of kernel launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
     """Name of the similar device on which the figures were fitted. Plans then warn and state wider ranges. None means
-    that they were fitted on this device."""
+    that they were fitted on this device.
+    """
     source: str
     """Source of these figures."""
 
@@ -67,7 +70,8 @@ class DeviceKind(Frozen):
     """Shares of these rates that kernels achieve. None means that the shares of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
     """The same shares with eight-bit weights. None means the same as `efficiency`, which always applies to the output
-    head and all-reduces, since they stay in half precision."""
+    head and all-reduces, since they stay in half precision.
+    """
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory that weights, K/V and workspace together may use."""
 

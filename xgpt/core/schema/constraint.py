@@ -43,7 +43,8 @@ class Goal(NamedTuple):
         quantile: share of all requests that must keep all the bounds.
         latency_bound_s: bound on the time to the last token. None means no bound.
         ttft_s: bound on the time to the first token.
-        tpot_s: bound on the mean gap between a request's tokens."""
+        tpot_s: bound on the mean gap between a request's tokens.
+    """
 
     quantile: float
     latency_bound_s: float | None = None
@@ -60,7 +61,8 @@ class Constraint(Frozen):
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which a share `quantile` of all
     requests keeps the bounds, with times counted from arrival (`Capacity`). The sla then has no effect. "saturated" is
-    the throughput while requests are always waiting. Latency then counts from admission, as in the papers."""
+    the throughput while requests are always waiting. Latency then counts from admission, as in the papers.
+    """
 
     objective: Objective = "saturated"
     """The quantity that the plan maximises."""
@@ -77,10 +79,12 @@ class Constraint(Frozen):
     """Bound on the mean time per output token. None means no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
     """Share of requests that must keep `ttft_s`. None means that it is among the bounds that a share `quantile` must
-    keep."""
+    keep.
+    """
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
     """Share of requests that must keep `tpot_s`. None means that it is among the bounds that a share `quantile` must
-    keep."""
+    keep.
+    """
     session_wait_s: PositiveFloat | None = Field(default=None, exclude_if=lambda bound: bound is None)
     """Bound on the sum of a session's times to first token. None means no bound."""
     session_time_s: PositiveFloat | None = Field(default=None, exclude_if=lambda bound: bound is None)
@@ -95,20 +99,23 @@ class Constraint(Frozen):
     """Share by which steps may take longer than predicted without breaking a bound."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
     """Under objective "saturated", an expression over the plan's figures (`xscheduler.expression`) that is maximised
-    instead of throughput. None means throughput."""
+    instead of throughput. None means throughput.
+    """
 
     @property
     def planned_quantile(self) -> float:
         """The share of requests that must keep the bound in a plan's predictions.
 
         Under sla "request", this share is slightly above the quantile. Latency jumps when one more token falls into the
-        next encode phase, so a plan that just reaches the quantile would easily miss it."""
+        next encode phase, so a plan that just reaches the quantile would easily miss it.
+        """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
     @property
     def maximises_arrivals(self) -> bool:
         """Whether the plan maximises the arrival rate. Without bounds it does not, since any rate up to saturation is
-        sustained."""
+        sustained.
+        """
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
@@ -134,12 +141,14 @@ class Constraint(Frozen):
     @property
     def allowed_latency_s(self) -> float:
         """The largest predicted latency, in seconds, with which the bound is kept even if steps take longer by the
-        headroom. Infinite means no bound."""
+        headroom. Infinite means no bound.
+        """
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
         """Return the constraint with the bounds on latency and TTFT reduced by `path_s`: the seconds that a request
-        spends outside the engine."""
+        spends outside the engine.
+        """
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.but(**left) if path_s else self
@@ -211,7 +220,8 @@ class Admission(Frozen):
     requests, every second request that enters is the one that has waited longest. So no request starves.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output may exceed its reservation, but it is preempted if other requests need the memory."""
+    A longer output may exceed its reservation, but it is preempted if other requests need the memory.
+    """
 
     order: AdmissionOrder = "fcfs"
     """Order in which waiting requests enter."""

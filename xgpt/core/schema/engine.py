@@ -24,7 +24,8 @@ class EngineSpec(Frozen):
     """How one version of an engine schedules, its own times, and its memory (configs/engines).
 
     Times of the loop (`layer_s` to `captured_tokens`) are put into profiles that are computed or imported for the
-    engine. A measured profile already contains them. None leaves the profile's figure unchanged."""
+    engine. A measured profile already contains them. None leaves the profile's figure unchanged.
+    """
 
     name: str
     """Name of the engine with its version, for `--engine`."""
@@ -42,12 +43,14 @@ class EngineSpec(Frozen):
     """Further seconds of the loop for each request in such a step."""
     mixes: bool = True
     """Whether a step of orca or chunked may both encode and decode. Otherwise prompts are encoded first, in separate
-    steps."""
+    steps.
+    """
     cuts_prompts: bool = True
     """Whether a step may encode only a part of a prompt. Otherwise a prompt waits until a step can take all of it."""
     admits_by_use: bool = False
     """Whether requests enter as long as K/V memory is free, and the last one is preempted if memory runs out. Otherwise
-    memory is reserved for each request's maximum output."""
+    memory is reserved for each request's maximum output.
+    """
     batch_wait_steps: NonNegativeInt = 0
     """Largest number of steps for which prompts wait for further prompts while requests decode."""
     batch_wait_tokens: NonNegativeInt = 0
@@ -99,7 +102,8 @@ class EngineSpec(Frozen):
     """The width of an MXFP4 expert on each device is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
     """On devices where Marlin's kernels run MXFP4, they pad the hidden size to a multiple of the first number and the
-    width of an expert to a multiple of the second. None means the same padding as on other devices."""
+    width of an expert to a multiple of the second. None means the same padding as on other devices.
+    """
     drops_windows: bool = False
     """Whether K/V outside the attention window of a layer is freed."""
     shares_pages: bool = Field(default=False, exclude_if=lambda shares: not shares)
@@ -108,17 +112,20 @@ class EngineSpec(Frozen):
     """Number of pages that a request takes for each group of layers with a state."""
     counts_all_steps: bool = Field(default=False, exclude_if=lambda counts: not counts)
     """Whether the engine counts the tokens of all steps that may run at the same time beside a window when it checks
-    whether a request fits. Otherwise it counts those of one step."""
+    whether a request fits. Otherwise it counts those of one step.
+    """
     logs_requests: bool = Field(default=False, exclude_if=lambda logs: not logs)
     """Whether the K/V tokens in the engine's log are the number of longest requests times their length. Otherwise they
-    are the blocks of a group of layers times the smallest block."""
+    are the blocks of a group of layers times the smallest block.
+    """
     block_size: PositiveInt = 16
     """Number of tokens in a K/V block."""
     max_batch: PositiveInt | None = None
     """The engine's default limit on requests in a step. Plans do not exceed it unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
     """The engine's default limit on tokens in a step. Orca does not exceed it, and chunked does not unless `--fix` sets
-    more."""
+    more.
+    """
     sources: dict[str, str] = Field(default_factory=dict)
     """The source of each figure, by field name."""
 
@@ -147,7 +154,8 @@ class EngineSpec(Frozen):
 
     def measured_on(self, device: Literal["cpu", "gpu"]) -> EngineSpec:
         """Return the engine for a profile that was measured in it. The profile contains the times of its loop, and
-        measures them without scheduling ahead. On a CPU, the engine's memory is what its command states."""
+        measures them without scheduling ahead. On a CPU, the engine's memory is what its command states.
+        """
         of_gpus = ("memory_share", "kept_bytes", "group_bytes", "sampling_bytes", "keeps_expert_buffers")
         reset: tuple[str, ...] = (*TIMED, "step_s", "schedules_ahead", "waiting_step_s", "waiting_request_s")
         reset += ("captured_tokens",)
@@ -162,12 +170,14 @@ class EngineSpec(Frozen):
 
     def runs(self, kind: str) -> bool:
         """Return whether the engine runs a policy with the scheduler that it has. Schedulers of other engines than
-        xgpt's run only policy chunked."""
+        xgpt's run only policy chunked.
+        """
         return kind == "chunked" or "xgpt" in (self.framework, self.scheduler)
 
     def started_for(self, kind: str) -> EngineSpec:
         """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy.
-        Only vLLM accepts such a class."""
+        Only vLLM accepts such a class.
+        """
         return self if self.framework != "vllm" or self.runs(kind) else self.with_xgpt
 
     def request_path_s(self, prompt: float) -> float:
@@ -175,5 +185,6 @@ class EngineSpec(Frozen):
         requests meanwhile.
 
         Args:
-            prompt: number of prompt tokens."""
+            prompt: number of prompt tokens.
+        """
         return self.before_admission_s + self.after_token_s + self.tokenise_s * prompt

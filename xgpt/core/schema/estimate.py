@@ -13,7 +13,8 @@ class JointLengths(Frozen):
     """The effect of correlated input and output lengths in a trace, which closed forms assume to be independent.
 
     Figures are relative differences between two simulations of the same lengths: one with lengths paired as in the
-    trace, the other with lengths paired at random."""
+    trace, the other with lengths paired at random.
+    """
 
     correlation: float
     """Pearson's correlation of input and output length."""
@@ -35,7 +36,8 @@ class MixingEdge(Frozen):
 class ReuseEstimate(Frozen):
     """The prefix reuse that a plan expects, and the memory for it.
 
-    Blocks that are kept for later requests are not available for outputs."""
+    Blocks that are kept for later requests are not available for outputs.
+    """
 
     share: float = Field(ge=0, le=1)
     """Share of all prompt tokens whose K/V is in the cache because an earlier request had the same tokens."""
@@ -53,7 +55,8 @@ class Capacity(Frozen):
     A request keeps the bounds if three times are within their bounds, tightened by the headroom: time to the last
     token, TTFT, and the mean gap between tokens. At the highest rate, the share of the `num_requests` simulated
     requests that keep them still reaches the constraint's quantile. The `warm_up_requests` before these do not count.
-    Lengths and gaps between arrivals are drawn from `seed` and are the same at every rate."""
+    Lengths and gaps between arrivals are drawn from `seed` and are the same at every rate.
+    """
 
     rate_per_s: float
     """Requests a second."""
@@ -98,13 +101,15 @@ class SessionEstimate(Frozen):
     """Sessions a second of the same plan if no K/V is kept between turns, or None if not simulated."""
     from_host_per_s: float | None = None
     """Sessions a second of the same plan if turns load all K/V of their sessions from host memory, or None if not
-    simulated."""
+    simulated.
+    """
     host_bytes: int | None = None
     """Mean size of the K/V that is then kept in host memory for sessions that pause, on all replicas."""
     routed: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """By how turns are routed (to the replica of their session, by prefix, or to the one with the fewest requests): the
     share of prompt tokens found, and the constraint's quantile of a session's waiting in seconds, at this rate. Empty
-    means one replica, or not simulated."""
+    means one replica, or not simulated.
+    """
     num_sessions: int
     """Number of simulated sessions that count."""
     log_turns_kept: float | None = None
@@ -120,7 +125,8 @@ class StepTimes(Frozen):
     second is the attention of prompts: chunk [start, end) takes f(end) - f(start), where f is `prompts_s` at `prompts`.
     Both are linear between these points. The third is the attention of decodes, and depends on their number and on the
     number of tokens to which they attend. The model is fitted to the profile. Scheduling rules use it, but no figure of
-    a plan depends on it."""
+    a plan depends on it.
+    """
 
     tokens: tuple[int, ...] = Field(min_length=2)
     """Numbers of tokens of a step, rising from 0."""
@@ -161,10 +167,12 @@ class Estimate(Frozen):
     """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
     """Time from admission to the last token. Under sla "length", of a request whose output length is at the quantile.
-    Under sla "request", the quantile over all requests."""
+    Under sla "request", the quantile over all requests.
+    """
     latency_error: float | None = None
     """Relative standard error of a simulated latency (sla "request"). None means that the latency is from the closed
-    form."""
+    form.
+    """
     ttft_s: NonNegativeFloat
     """Time to first token, from admission."""
     tpot_s: NonNegativeFloat
@@ -187,10 +195,12 @@ class Estimate(Frozen):
     """Cost of a million output tokens at saturation. None means that the price is not known."""
     capacity: Capacity | None = None
     """The highest arrival rate within the bounds. None means that it was not simulated, or that there is no bound.
-    Without a bound, any rate below the throughput is sustained."""
+    Without a bound, any rate below the throughput is sustained.
+    """
     mixing_edge: MixingEdge | None = None
     """The extra time of mixed steps at which another policy becomes the best. None means that no share from 0 to 0.4
-    changes the best policy, or that mixed steps were measured."""
+    changes the best policy, or that mixed steps were measured.
+    """
     joint_lengths: JointLengths | None = None
     """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths do not vary."""
     reuse: ReuseEstimate | None = None
@@ -204,10 +214,12 @@ class Estimate(Frozen):
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
     """By name of a figure or `rate_per_s`, the range that contained the measured value in nine of ten cases. If the
     profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle. Otherwise they
-    are the published measurements in `ranges_from`."""
+    are the published measurements in `ranges_from`.
+    """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
     """By name of a figure, the published measurements whose prediction errors give its range. Empty means that ranges
-    are from this machine or not known."""
+    are from this machine or not known.
+    """
     warnings: tuple[str, ...] = ()
     """Warnings to read before using the plan."""
 
@@ -221,7 +233,8 @@ class SearchEffort(Frozen):
     """How a plan was found.
 
     With method "given", the user gave the settings, and only their figures were computed. With method "grid", closed
-    forms ranked settings along load curves."""
+    forms ranked settings along load curves.
+    """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     """The search method."""
@@ -244,7 +257,8 @@ class SearchCertificate(SearchEffort):
     """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
     Under objective "arrivals", the gap is from the plan's simulated rate to an upper bound in closed form. It does not
-    contain the rate's own error, `estimate.capacity.error`."""
+    contain the rate's own error, `estimate.capacity.error`.
+    """
 
     gap: float | None
     """Largest share by which the best plan of the search space can exceed this plan, or None if not proven."""
@@ -262,7 +276,8 @@ class Ceiling(NamedTuple):
 
     Attributes:
         most: None means that nothing is proven.
-        bound: description of the bound, or the reason why there is none."""
+        bound: description of the bound, or the reason why there is none.
+    """
 
     most: float | None
     bound: str

@@ -85,7 +85,8 @@ class FleetPlan(Frozen):
     """The content of fleet.json: for each interval of a day, the numbers of replicas that serve the load at the least
     cost.
 
-    The fleet of the first interval already runs when the day begins, so its start costs nothing."""
+    The fleet of the first interval already runs when the day begins, so its start costs nothing.
+    """
 
     schema_version: Literal[1] = 1
     """Version of this format."""
@@ -97,14 +98,16 @@ class FleetPlan(Frozen):
     """Length of an interval, in seconds. The last interval ends with the day."""
     day_s: PositiveFloat | None = None
     """Length of the day, in seconds. After this time, the day repeats. None means that the last interval is as long as
-    the others."""
+    the others.
+    """
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs, in seconds."""
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
     """Factor on the load for which replicas are planned: the smallest one found with which the simulated fleet keeps
-    the quantile."""
+    the quantile.
+    """
     slo_window: SloWindow = "day"
     """Whether the quantile of requests keeps the bounds in each interval, but for chance, or of the whole day."""
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
@@ -144,7 +147,8 @@ class FleetPlan(Frozen):
 
     def place(self, time_s: float) -> tuple[int, float]:
         """Return the number of the interval at a time, and the share of it that has passed. The time is in seconds from
-        the start of the day, and days repeat."""
+        the start of the day, and days repeat.
+        """
         into_s, last = time_s % self._seconds, len(self.intervals) - 1
         i = min(int(into_s // self.interval_s), last)
         start_s = self.interval_s * i

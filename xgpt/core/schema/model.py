@@ -48,7 +48,8 @@ StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint may store weights."""
 RunDType = Literal[StoredDType, "int8"]
 """Types of matrix products. int8, only on CPUs, has one scale for each output channel of the weights and one for each
-token."""
+token.
+"""
 DType = Literal[RunDType, "float8"]
 """Types for which plans can be made. xgpt's own engine supports float8 neither for weights nor for K/V."""
 
@@ -65,7 +66,8 @@ class Precision(NamedTuple):
         kv: type of K/V.
         packs: whether weights are stored in a layout for the device's kernels. A tied output head is then a separate
             copy of the embedding.
-        screens: whether the output head is stored twice: in 8 bits, and as in the checkpoint."""
+        screens: whether the output head is stored twice: in 8 bits, and as in the checkpoint.
+    """
 
     weights: DType
     state: DType
@@ -90,7 +92,8 @@ class Precision(NamedTuple):
         Args:
             engine: the engine. None means xgpt's own.
             kv_dtype: type of K/V. None means the engine's default.
-            layouts: keys of the weights that have a special layout on a CPU (see `Profile.layouts`)."""
+            layouts: keys of the weights that have a special layout on a CPU (see `Profile.layouts`).
+        """
         if device_type != "cpu" or engine not in (None, "xgpt"):
             return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
         if dtype in ("bfloat16", "int8"):
@@ -101,7 +104,8 @@ class Precision(NamedTuple):
 class ModelShape(Frozen):
     """The sizes on which a model's step times depend. Models that differ only in name share a profile.
 
-    `num_layers` does not count encoder layers. `head_dim` need not be hidden_size / num_heads."""
+    `num_layers` does not count encoder layers. `head_dim` need not be hidden_size / num_heads.
+    """
 
     name: str
     """Name of the model."""
@@ -148,7 +152,8 @@ class ModelShape(Frozen):
     """Number of weights of the embeddings that layers add to their inputs, over all layers."""
     blocks: tuple[Block, ...] = ()
     """The kinds of layers, if they differ in more than window and experts. Empty means that all layers have the sizes
-    above."""
+    above.
+    """
 
     @property
     def shape(self) -> ModelShape:
@@ -168,7 +173,8 @@ class ModelSpec(ModelShape):
     """A transformer, with all sizes and constants that are needed to run it.
 
     The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Its self-attention, and that of the
-    encoder, adds a learned bias for each of `relative_buckets` ranges of the distance between tokens."""
+    encoder, adds a learned bias for each of `relative_buckets` ranges of the distance between tokens.
+    """
 
     tie_embeddings: bool = True
     """Whether embedding and output head share their weights."""
@@ -182,7 +188,8 @@ class ModelSpec(ModelShape):
     """Number of leading dimensions of a head that are rotated by position. None means all."""
     sliding_rope_theta: PositiveFloat | None = None
     """Base of rotary embeddings, without scaling, in layers with a sliding window. None means the same embeddings as in
-    other layers."""
+    other layers.
+    """
     score_scale: PositiveFloat | None = None
     """Factor on attention scores. None means 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
@@ -205,7 +212,8 @@ class ModelSpec(ModelShape):
     """Data type that plans use by default."""
     unsupported: tuple[str, ...] = Field(default=(), exclude_if=lambda names: not names)
     """Fields of config.json, each as "field: value", that xgpt does not know or whose values its own engine does not
-    support. Plans for other engines assume that they change no size."""
+    support. Plans for other engines assume that they change no size.
+    """
     tower_params: NonNegativeInt = 0
     """Number of weights of encoders for images and sound. Other engines load them with the language model."""
     tower: Tower | None = Field(default=None, exclude_if=lambda tower: tower is None)
@@ -251,7 +259,8 @@ class ModelSpec(ModelShape):
     @property
     def norms_span_heads(self) -> bool:
         """Whether a token's query (and key) is normalised over all heads together, even if the heads are on several
-        devices."""
+        devices.
+        """
         return self.family == "minimax_m2"
 
     @property
@@ -314,7 +323,8 @@ class ModelSpec(ModelShape):
 
     def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
         """Return the K/V bytes of a token in one layer of a kind, on one device of a tensor-parallel group of `group`
-        devices."""
+        devices.
+        """
         compressed = kind.attention is not None and kind.attention.compression > 1
         kept = (each for each in caches_of(kind, dtype, group) if not each.is_state)
         return sum(each.entry_bytes / each.tokens for each in kept if each.window is None or not compressed)
@@ -352,7 +362,8 @@ class ModelSpec(ModelShape):
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
         """Return the bytes of those weights of decoder layers [first, last) that every device of a tensor-parallel
-        group stores in full. The default is all layers."""
+        group stores in full. The default is all layers.
+        """
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
         return unshared * self.bytes_per_weight(dtype, "attention")

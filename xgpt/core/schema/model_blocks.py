@@ -14,7 +14,8 @@ from xgpt.core.schema.model_parts import Experts, LatentAttention
 class Indexer(Frozen):
     """The index of sparse attention. It scores all earlier tokens, and attention reads only those with the best scores.
 
-    Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1."""
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1.
+    """
 
     num_heads: PositiveInt
     """Number of heads that score tokens."""
@@ -55,7 +56,8 @@ class Attention(Frozen):
     """Number of tokens that share one stored entry. The last `window` tokens each have an entry of their own."""
     eight_bit_entry: PositiveInt | None = Field(default=None, exclude_if=lambda size: size is None)
     """Bytes of an entry if K/V has 8 bits: kernels of sparse attention keep rotated elements in 16 bits and add
-    scales. None means one byte for each element."""
+    scales. None means one byte for each element.
+    """
     weights: PositiveInt | None = None
     """Number of weights of all projections. None means that it follows from the sizes."""
     other_params: NonNegativeInt = 0
@@ -98,7 +100,8 @@ class Attention(Frozen):
 
     def entry_elements(self, group: int = 1) -> float:
         """Return the number of elements of an entry of K/V on one device of a tensor-parallel group of `group` devices,
-        without the index."""
+        without the index.
+        """
         if self.latent is not None:
             return self.latent.kept_per_token
         return max(self.num_kv_heads / group, 1.0) * (self.head_dim + self.values)
@@ -126,7 +129,8 @@ class Recurrent(Frozen):
 
 class Block(Frozen):
     """A kind of layer: layers with equal sizes, each with a token mixer (attention or recurrent) and a feed-forward
-    block."""
+    block.
+    """
 
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""

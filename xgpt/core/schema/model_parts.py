@@ -13,7 +13,8 @@ class Experts(Frozen):
     """A mixture of experts: feed-forward blocks, of which a router chooses some for each token.
 
     Each token is routed to `active` of a layer's `number` experts. It also goes to the shared experts, which together
-    are one block of width `shared_ffn_size`."""
+    are one block of width `shared_ffn_size`.
+    """
 
     number: PositiveInt
     """Number of routed experts in a layer."""
@@ -35,14 +36,16 @@ class Experts(Frozen):
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
     """Number of groups from which experts are chosen for a token. Groups are ranked by their highest score or, with
-    sigmoid, by the sum of their two highest scores."""
+    sigmoid, by the sum of their two highest scores.
+    """
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the matrix products of an expert have biases."""
     latent_size: PositiveInt | None = None
     """Width to which tokens are projected before the routed experts. Outputs are projected back. None means no
-    projections."""
+    projections.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Experts:
@@ -64,7 +67,8 @@ class LatentAttention(Frozen):
     """Multi-head latent attention: the keys and values of all heads are computed from one small vector per token.
 
     The cache stores this vector and a rotated key that all heads share. Source: DeepSeek-V2 (arXiv 2405.04434) sec.
-    2.1."""
+    2.1.
+    """
 
     kv_rank: PositiveInt
     """Width of the vector from which keys and values are computed."""
@@ -100,7 +104,8 @@ class Tower(Frozen):
 
 Part = Literal["attention", "dense", "shared", "experts"]
 """Parts of a layer whose weights may have different formats: token mixer, dense feed-forward block, shared experts and
-routed experts."""
+routed experts.
+"""
 EIGHT_BITS = ("fp8", "fp8_block", "int8", "mxfp8")
 _BITS = {"fp8": 8.0, "fp8_block": 8.0, "int8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
@@ -116,7 +121,8 @@ class Quantization(Frozen):
     - int4: 4-bit weights, a 16-bit scale for each `group_size` weights, unpacked for products in the dtype;
     - int8: 8-bit products, with one scale for each output channel of the weights and one for each token.
 
-    Embedding, output head, norms and routers stay in the dtype."""
+    Embedding, output head, norms and routers stay in the dtype.
+    """
 
     kind: Literal["fp8", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "int8"]
     """Format of the weights."""
@@ -130,7 +136,8 @@ class Quantization(Frozen):
     """Whether activation scales are computed in each step (fp8). Otherwise the checkpoint has one for each matrix."""
     group_size: PositiveInt = 128
     """Number of weights that share a scale (int4), or number of rows and of columns of a block that shares a scale
-    (fp8_block)."""
+    (fp8_block).
+    """
     has_zero_points: bool = False
     """Whether each group also has a 4-bit zero point (int4)."""
     kv_float8: bool = False
@@ -184,7 +191,8 @@ class LinearRope(Frozen):
 class YarnRope(Frozen):
     """YaRN scaling: long wavelengths are multiplied by a factor, short ones are kept, and queries and keys are scaled.
 
-    Source: arXiv 2309.00071."""
+    Source: arXiv 2309.00071.
+    """
 
     kind: Literal["yarn"] = "yarn"
     """Kind of scaling."""
@@ -206,7 +214,8 @@ class LongRope(Frozen):
     """LongRoPE scaling: each wavelength has one factor for contexts up to the original length, and one for longer
     contexts.
 
-    Source: arXiv 2402.13753."""
+    Source: arXiv 2402.13753.
+    """
 
     kind: Literal["longrope"] = "longrope"
     """Kind of scaling."""

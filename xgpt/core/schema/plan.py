@@ -28,7 +28,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-
 
 SLICE_TOKENS = 2048
 """Largest number of tokens that go through the layers together. A larger step runs in slices, which limits the memory
-for activations."""
+for activations.
+"""
 
 NEVER_NS = 10**15
 """The bound, in nanoseconds (eleven days), that the scheduling rule uses for requests without a bound."""
@@ -41,7 +42,8 @@ SPECULATIVE_POLICIES = ("chunked", "orca")
 """Policies that support speculative decoding, because every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
 """Layout of a whole batch. "flat" has no padding, "padded" has one request in each row, "rows" has several concatenated
-requests in each row, and "slots" has rows that are divided into slots."""
+requests in each row, and "slots" has rows that are divided into slots.
+"""
 
 
 def is_hub_id(name: str) -> bool:
@@ -53,7 +55,8 @@ class Stage(Frozen):
     """One pipeline stage, with its devices and layers.
 
     The encode lane of an encoder-decoder has no decoder layers. Its K/V blocks hold the encoder's outputs until the
-    decode lane has received them."""
+    decode lane has received them.
+    """
 
     lane: StageLane = "both"
     """The lane to which the stage belongs."""
@@ -69,7 +72,8 @@ class Stage(Frozen):
     """Number of parts into which a layer's experts are divided (expert-parallel degree). The devices of a part hold
     slices of its experts. If the number exceeds `tp`, several replicas run their steps together and divide the experts
     among them, so that each device holds whole experts. Each replica still has its own attention and K/V (data-parallel
-    attention)."""
+    attention).
+    """
     kv_blocks: PositiveInt
     """Number of K/V blocks on the stage."""
 
@@ -87,7 +91,8 @@ class ProfileRef(Frozen):
         sha256: SHA-256 of the profile's content.
         engine: The engine whose steps were timed, and for which the plan was made. None means times from a datasheet,
             for any engine.
-        slowdown: Factor on the profile's times, as a server has measured it."""
+        slowdown: Factor on the profile's times, as a server has measured it.
+    """
 
     source: Literal["measured", "analytic", "imported"]
     """Origin of the profile's times."""
@@ -99,7 +104,8 @@ class ProfileRef(Frozen):
     """Number of threads of the engine during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
     """On a CPU, the layout of weights by shape (OUTxIN). Key `head` states the layout of the output head's 8-bit copy.
-    Keys `prompts` and `decodes` state how many keys attention reads at a time."""
+    Keys `prompts` and `decodes` state how many keys attention reads at a time.
+    """
     spread: float = 0.0
     """Share by which steps in slow periods of the measurement took longer than the mean."""
     slowdown: PositiveFloat = 1.0
@@ -109,7 +115,8 @@ class ProfileRef(Frozen):
 
 class PlanDraft(Frozen):
     """A schedule with its predicted figures, and no proof yet. A search compares and simulates drafts, and `proven`
-    makes the best one the plan."""
+    makes the best one the plan.
+    """
 
     schema_version: Literal[1] = 1
     """Version of this format."""
@@ -137,7 +144,8 @@ class PlanDraft(Frozen):
     """The settings of the schedule that the user fixed."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
     """Speculative decoding, or None. With it, an engine step counts as several steps of the schedule, each with one
-    token for a request."""
+    token for a request.
+    """
     admission: Admission = Admission()
     """How requests are admitted: the order in which they enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
@@ -168,7 +176,8 @@ class PlanDraft(Frozen):
         proves nothing.
 
         Args:
-            rival: see `SearchCertificate`."""
+            rival: see `SearchCertificate`.
+        """
         most, bound = ceiling
         if most is not None and most < self.figure * (1 - ROUNDING):
             most, bound = None, f"none: the plan exceeds it ({bound})"
@@ -188,7 +197,8 @@ class PlanDraft(Frozen):
 
     def step_tokens(self, budget: int) -> int:
         """Return the engine's token budget for a step that has `budget` tokens in the schedule. The two differ only
-        with speculative decoding."""
+        with speculative decoding.
+        """
         if self.speculation is None:
             return budget
         each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
@@ -266,7 +276,8 @@ class PlanDraft(Frozen):
     def ttft_ns(self) -> int | None:
         """Bound on the nanoseconds from arrival to first token within the engine. None means no bound.
 
-        It is the constraint's bound divided by 1 + headroom, less the time outside the engine."""
+        It is the constraint's bound divided by 1 + headroom, less the time outside the engine.
+        """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
@@ -289,13 +300,15 @@ class PlanDraft(Frozen):
     @property
     def vllm_shares_prompts(self) -> bool:
         """Whether vLLM can share the K/V of equal prompt prefixes: the plan has one lane, and the model no attention
-        window."""
+        window.
+        """
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
     def shares_prompts(self) -> bool:
         """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine does if the model has an
-        encoder."""
+        encoder.
+        """
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 
     @property
@@ -350,7 +363,8 @@ class PlanDraft(Frozen):
         """Whether an output may exceed its reservation.
 
         It may not in a static batch, whose memory is reserved as a whole. Nor may it in an encoder-decoder, which would
-        generate all output tokens again after a preemption."""
+        generate all output tokens again after a preemption.
+        """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 
 

@@ -1,6 +1,7 @@
 """Define the settings of every policy. The search varies some of them, the control variables.
 
-Each class declares its control variables, and whether throughput and latency rise or fall with each."""
+Each class declares its control variables, and whether throughput and latency rise or fall with each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Variable(NamedTuple):
     """A control variable, and how throughput and latency change when it grows.
 
     A policy has at most two variables. If `latency` is "none", each value of the variable is searched separately, so it
-    should have few values (see `Forecast.values`). Other variables are searched by branch and bound."""
+    should have few values (see `Forecast.values`). Other variables are searched by branch and bound.
+    """
 
     name: str
     throughput: Direction
@@ -61,7 +63,8 @@ class RraSettings(SingleLane):
     """Alternate between encoding `encode_batch` requests and `decode_iterations` decode iterations.
 
     `encode_batch` is a mean, since the scheduling rule fills steps by tokens (ExeGPT sec. 5.2). Source: ExeGPT sec.
-    4.1."""
+    4.1.
+    """
 
     kind: Literal["rra"] = "rra"
     """The policy."""
@@ -80,7 +83,8 @@ class RraSettings(SingleLane):
 class OrcaSettings(SingleLane):
     """Iteration-level scheduling: each step admits waiting requests to all free slots, and encodes their whole prompts.
 
-    Source: ORCA Algorithm 1."""
+    Source: ORCA Algorithm 1.
+    """
 
     kind: Literal["orca"] = "orca"
     """The policy."""
@@ -99,7 +103,8 @@ class SlackBudget(Frozen):
 
     A running request's next token is due when its mean time per token since the first one would reach a share `share`
     of the bound. By the plan's step times, a step gets as many prompt tokens as it can encode before any token is due.
-    Source: FairBatching, arXiv 2510.14392."""
+    Source: FairBatching, arXiv 2510.14392.
+    """
 
     least_tokens: PositiveInt
     """Least number of prompt tokens in a step, even if running requests are late."""
@@ -107,7 +112,8 @@ class SlackBudget(Frozen):
     """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
     """Share of the bound on TPOT after which a token is due. The rest is a margin for steps that take longer than
-    predicted and, in a pipeline, for other micro-batches' steps."""
+    predicted and, in a pipeline, for other micro-batches' steps.
+    """
     behind_tokens: NonNegativeInt = 0
     """Number of tokens by which a running request may be late. It catches up in steps with fewer prompt tokens."""
 
@@ -122,7 +128,8 @@ def most_running(token_budget: Any, microbatches: int) -> Any:
     """Return the largest number of running requests under vLLM's own scheduler, where each takes one token of a step.
 
     Args:
-        token_budget: tokens in the steps of all micro-batches together, a number or an array."""
+        token_budget: tokens in the steps of all micro-batches together, a number or an array.
+    """
     return token_budget // microbatches
 
 
@@ -133,7 +140,8 @@ class ChunkedSettings(SingleLane):
     """The policy."""
     token_budget: PositiveInt
     """Largest number of tokens in the steps of all micro-batches together. With `slack`, this is instead the number of
-    tokens in a step at saturation."""
+    tokens in a step at saturation.
+    """
     max_batch: PositiveInt
     """Largest number of running requests over all micro-batches, each of which has an equal share."""
     microbatches: PositiveInt = 1
@@ -152,7 +160,8 @@ class StaticSettings(SingleLane):
     """Encode a batch, decode until its longest output has finished, and start the next batch, as FasterTransformer
     does.
 
-    With more encode than decode micro-batches, this is the hybrid scheduling of DeepSpeed Inference."""
+    With more encode than decode micro-batches, this is the hybrid scheduling of DeepSpeed Inference.
+    """
 
     kind: Literal["static"] = "static"
     """The policy."""
@@ -179,7 +188,8 @@ class StaticSettings(SingleLane):
 class WaaSettings(Frozen):
     """Encode on one group of devices and decode on another, asynchronously.
 
-    Source: ExeGPT sec. 4.1."""
+    Source: ExeGPT sec. 4.1.
+    """
 
     kind: Literal["waa"] = "waa"
     """The policy."""
@@ -193,10 +203,12 @@ class WaaSettings(Frozen):
     """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
     """Least number of decode iterations from the start of an encode batch until its requests decode, so that batches
-    join at regular intervals. 0 means that requests join once their K/V has been transferred."""
+    join at regular intervals. 0 means that requests join once their K/V has been transferred.
+    """
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
     """If the number of decoding requests differs from its planned mean by more than this percentage, the next encode
-    batch is made smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means never."""
+    batch is made smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means never.
+    """
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()

@@ -19,30 +19,35 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 - analytic: that error combined with the median error of a datasheet's operator times against the imported ones (6 to
   9%): sqrt(9.5^2 + 7^2).
 
-The error of closed forms against the simulated engine (a median of 0.2% of latency) is small in comparison."""
+The error of closed forms against the simulated engine (a median of 0.2% of latency) is small in comparison.
+"""
 
 UNSERVED_ERROR = {"xgpt": 0.10, "vllm": 0.30}
 """Known relative error of step times that were measured one by one and not fitted to a served engine, by engine.
 
 - xgpt: steps become up to 12% longer if an endpoint and its clients run on the same cores, and because some memory is
   written for the first time (docs/results/prediction.md);
-- vllm: with xgpt's scheduler in vLLM, steps that decode and encode took 28% longer (docs/results/gpu.md)."""
+- vllm: with xgpt's scheduler in vLLM, steps that decode and encode took 28% longer (docs/results/gpu.md).
+"""
 SERVED = "served"
 """Key in a profile's provenance that describes its fit to the steps of a served engine."""
 PACES_AT_REST = (0.90, 1.10)
 """Range of the pace on an otherwise idle machine, for a fitted profile. The range contains the pace of 82 of 92 loads,
-in three number types (docs/results/prediction.md)."""
+in three number types (docs/results/prediction.md).
+"""
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
 """Least headroom of plans from measured profiles, even if the spread is small. A minute of measuring shows neither slow
-drift nor the load of clients on the same machine. A running server re-plans only at larger deviations."""
+drift nor the load of clients on the same machine. A running server re-plans only at larger deviations.
+"""
 
 
 RESTLESS = 0.15
 """If the spread exceeds this, the machine counts as busy with other work while the profile was measured."""
 MOST_HEADROOM = 0.20
 """Largest headroom that a profile's spread or other processes can cause. Otherwise, a disturbed measurement would lead
-to plans that waste more of the machine."""
+to plans that waste more of the machine.
+"""
 
 
 class Curve(Frozen):
@@ -72,7 +77,8 @@ class Curve(Frozen):
 
 class Surface(Frozen):
     """Seconds as a function of batch size and length: `seconds[i][j]` at `batches[i]` and `lengths[j]`, and bilinear
-    between them."""
+    between them.
+    """
 
     batches: tuple[int, ...] = Field(min_length=1)
     """Batch sizes, rising."""
@@ -99,7 +105,8 @@ class Surface(Frozen):
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
         """Return a surface from measured seconds by (batch, length). Points that were not measured are extrapolated in
-        proportion to the batch."""
+        proportion to the batch.
+        """
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -140,20 +147,23 @@ class FittedLoads(Frozen):
 class LayerTimes(Frozen):
     """Times of one decoder layer on a group of `tp_degree` devices.
 
-    All-reduces within the group are part of `rest`. Source: ExeGPT sec. 3 (XProfiler)."""
+    All-reduces within the group are part of `rest`. Source: ExeGPT sec. 3 (XProfiler).
+    """
 
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
     """Number of parts into which a layer's experts are divided. The devices of a part store slices of its experts. If
     the number exceeds `tp_degree`, several groups divide the experts, and the times are for the same number of tokens
-    in each group."""
+    in each group.
+    """
     rest: Curve
     """Times of everything except attention, by tokens."""
     last: Curve | None = None
     """Times of everything except attention in the model's last layer, by tokens. The layer computes only keys and
     values for all tokens. Its further work, for tokens whose logits are needed, is part of `head`. None means that the
-    last layer is like all others."""
+    last layer is like all others.
+    """
     encode_attention: Surface
     """Times of causal attention of whole prompts, by (batch, prompt length)."""
     decode_attention: Surface
@@ -199,7 +209,8 @@ class Jitter(Frozen):
 class Profile(Frozen):
     """The step times of a model on a kind of device: measured, computed from a datasheet, or imported.
 
-    Even if the profile is correct, predictions may have an error as large as `spread`."""
+    Even if the profile is correct, predictions may have an error as large as `spread`.
+    """
 
     schema_version: Literal[2] = 2
     """Version of this format."""
@@ -217,7 +228,8 @@ class Profile(Frozen):
     """Number of devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
     """The engine whose steps were timed: "xgpt", "vllm" or another framework. None means that times are from a
-    datasheet, for any engine."""
+    datasheet, for any engine.
+    """
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
@@ -225,7 +237,8 @@ class Profile(Frozen):
     layouts: dict[str, str] = Field(default_factory=dict)
     """Fastest layout of weights on this CPU in xgpt's own engine, by shape (OUTxIN). Key `head` states the layout of an
     8-bit copy of the output head, which makes greedy sampling faster. Keys `prompts` and `decodes` state how many keys
-    attention reads at a time."""
+    attention reads at a time.
+    """
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     """Times of a decoder layer, for each pair of tensor-parallel and expert-parallel degree."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
@@ -234,7 +247,8 @@ class Profile(Frozen):
     """Times of the embedding, by tokens."""
     head: Curve
     """Times of final norm, output head and sampling, by sampled tokens. If layers have `last`, these times include the
-    rest of the last layer."""
+    rest of the last layer.
+    """
     overhead: Curve
     """Times of the engine's loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None
@@ -244,17 +258,20 @@ class Profile(Frozen):
     kv_transfer: Curve | None = None
     """Times to transfer the K/V of all layers from one device through host memory to another, by tokens.
 
-    A device with only a share of the layers or heads takes the time for this share of the tokens."""
+    A device with only a share of the layers or heads takes the time for this share of the tokens.
+    """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
     """Rate at which a device loads weights from a checkpoint in host memory, or None if not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which steps in slow periods of the measurement (the 90th percentile) took longer than the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
     """Mean number of cores that each other process used during the measurement, by name, if at least 0.05. "steal"
-    stands for the other machines on a virtual machine's host."""
+    stands for the other machines on a virtual machine's host.
+    """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
     """Whether fewer points were measured, and less often, because other processes used the machine. Other points are
-    interpolated."""
+    interpolated.
+    """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores at the start of the measurement, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
@@ -303,7 +320,8 @@ class Profile(Frozen):
 
         It is the larger of two numbers: the profile's spread, and the known error of the source plus the share of the
         engine's cores that other processes used during the measurement. They may use as many while the plan runs.
-        Spread and other processes raise the headroom to at most `MOST_HEADROOM`."""
+        Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
+        """
         known = KNOWN_ERROR[self.source]
         if self.source == "measured" and not self.is_served:
             known = UNSERVED_ERROR.get(self.engine or "", known)
@@ -345,7 +363,8 @@ class Profile(Frozen):
         """Return the times of a decoder layer on a group with these degrees.
 
         Raises:
-            KeyError: the profile has no such group."""
+            KeyError: the profile has no such group.
+        """
         if (tp_degree, ep_degree) not in self.groups:
             raise KeyError(tp_degree)
         return self.layers[self.groups.index((tp_degree, ep_degree))]
@@ -354,7 +373,8 @@ class Profile(Frozen):
         """Return the times of an encoder layer at one tensor-parallel degree.
 
         Raises:
-            KeyError: the profile has no such degree, or no encoder."""
+            KeyError: the profile has no such degree, or no encoder.
+        """
         if not self.encoder_layers:
             raise KeyError(tp_degree)
         if tp_degree not in self.tp_degrees:
@@ -365,7 +385,8 @@ class Profile(Frozen):
         """Return the times of the output head on a group of `tp_degree` devices.
 
         Raises:
-            KeyError: the profile has no such degree."""
+            KeyError: the profile has no such degree.
+        """
         heads = [layer.head for layer in self.layers if layer.tp_degree == tp_degree]
         if not heads:
             raise KeyError(tp_degree)

@@ -1,7 +1,8 @@
 """Define what the user is told: what to run, what it keeps, what it gains, and how sure this is.
 
 `xgpt.deciding` makes the one object from plans. The terminal, --json, the report, the local page and the exports render
-it, and derive nothing themselves."""
+it, and derive nothing themselves.
+"""
 
 from __future__ import annotations
 
@@ -190,14 +191,16 @@ class Recommendation(Frozen):
     """The reason for the action, in a sentence."""
     runner_up: Offer | None = None
     """The candidate beside the best: of the best verified shape if `best` is not verified by measurements, otherwise
-    the next best that the engine runs by itself, of another shape if there is one."""
+    the next best that the engine runs by itself, of another shape if there is one.
+    """
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
     """Numbers of devices that were considered for the load, rising. A number between two of them holds the load at
-    least as surely as the lower one."""
+    least as surely as the lower one.
+    """
     would_hold: int | None = None
     """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
     would_hold_of: Literal["best", "rejected"] = "best"

@@ -23,7 +23,8 @@ class ObservedReuse(Frozen):
         share: share of prompt tokens that were in the cache.
         sizes: cache sizes, in tokens.
         shares: for each of these sizes, the share of prompt tokens that would be in the cache.
-        most: share of prompt tokens that would be in an unlimited cache."""
+        most: share of prompt tokens that would be in an unlimited cache.
+    """
 
     share: float = Field(ge=0, le=1)
     sizes: tuple[float, ...]
@@ -50,7 +51,8 @@ class Observation(Frozen):
         cause: the change that made the server judge the plan. "asked" means that a user asked for it.
         lengths: whether `workload` was observed. It is the plan's own if nothing shows that lengths have changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, in tokens, even if `workload` is the
-            plan's. None means the means of `workload`."""
+            plan's. None means the means of `workload`.
+    """
 
     schema_version: Literal[1] = 1
     workload: Workload
@@ -78,7 +80,8 @@ class Outcome(Frozen):
         keeps_bound: whether the plan keeps the bound. If the plan maximises the arrival rate, this refers to the
             observed rate. None means no bound.
         arrival_rate_per_s: simulated highest arrival rate within the bounds. At this rate, `latency_s` is the quantile
-            of the time from arrival to the last token. None means that the plan does not maximise the arrival rate."""
+            of the time from arrival to the last token. None means that the plan does not maximise the arrival rate.
+    """
 
     policy: PolicySettings
     throughput_rps: float
@@ -110,7 +113,8 @@ class Decision(Frozen):
         pause_s: seconds for which a change of plan would delay requests.
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
-        num_unbuilt: number of candidates that were skipped, because they could not be built."""
+        num_unbuilt: number of candidates that were skipped, because they could not be built.
+    """
 
     at: str
     action: Action
@@ -142,7 +146,8 @@ class FailedJudgement(Frozen):
         at: date and time of the failure, ISO 8601, UTC.
         cause: the change that made the server judge the plan.
         reason: why there is no decision, as text.
-        planning_s: seconds from the start of the attempt to its failure."""
+        planning_s: seconds from the start of the attempt to its failure.
+    """
 
     at: str
     action: Literal["failed"] = "failed"
@@ -166,13 +171,15 @@ class Planner(Protocol):
 
         Args:
             encode: (start, end, 1 if the chunk ends its prompt else 0) of each prompt chunk.
-            decodes: (input tokens, output tokens so far) of each decoding request."""
+            decodes: (input tokens, output tokens so far) of each decoding request.
+        """
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         """Judge the running plan by an observation.
 
         Raises:
-            XgptError: planning has failed. The present plan keeps running."""
+            XgptError: planning has failed. The present plan keeps running.
+        """
 
     async def close(self) -> None:
         """End the planning process."""

@@ -17,7 +17,8 @@ class Comparison(Frozen):
             requests.
         at_pace: value from a simulation of the requests with step times multiplied by the measured pace. None means
             that the pace is not known.
-        low, high: range of the value for these requests at this machine's usual paces, or None if not known."""
+        low, high: range of the value for these requests at this machine's usual paces, or None if not known.
+    """
 
     metric: str
     predicted: float
@@ -39,7 +40,8 @@ class Comparison(Frozen):
     @property
     def error_at_pace(self) -> float | None:
         """Relative error of `at_pace`: the error without the effect of the machine's pace. None means that the pace is
-        not known."""
+        not known.
+        """
         if self.at_pace is None:
             return None
         return self.at_pace / self.measured - 1 if self.measured else 0.0
@@ -52,7 +54,8 @@ class Calibration(Frozen):
         factors: by name of a table of the profile, the factor on its times.
         error_before, error_after: mean absolute relative error of step times before and after the correction, over
             steps that the fit did not use.
-        bias_before, bias_after: relative error of the total time of these steps."""
+        bias_before, bias_after: relative error of the total time of these steps.
+    """
 
     factors: dict[str, float]
     num_steps_used: int
@@ -70,7 +73,8 @@ class CoreWaits(Frozen):
         seconds: the sum of `StepRecord.core_wait_ns` over all steps, in seconds.
         share_of_steps: share of steps that spent at least a tenth of their time waiting for cores.
         pace: the pace without these waits.
-        gaps: 99th percentile of the gaps between tokens without these waits."""
+        gaps: 99th percentile of the gaps between tokens without these waits.
+    """
 
     seconds: float
     share_of_steps: float
@@ -87,7 +91,8 @@ class BenchReport(Frozen):
     to the latency that the plan bounds.
 
     `calibration_gflops` is the rate of a fixed matrix product before and after the run. It shows whether the machine's
-    clock rate has changed."""
+    clock rate has changed.
+    """
 
     plan_sha256: str
     policy: str
@@ -143,7 +148,8 @@ class UrlReport(Frozen):
 
     Attributes:
         tokens_from: what `output_tokens_per_s` counts: token ids in the responses, else the tokens in `usage`, else
-            chunks of text. Without token ids, `ttft` and `itl` are times of chunks."""
+            chunks of text. Without token ids, `ttft` and `itl` are times of chunks.
+    """
 
     url: str
     workload: str

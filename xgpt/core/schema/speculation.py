@@ -22,19 +22,23 @@ class Speculation(Frozen):
     token of the model.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; EAGLE-3, arXiv 2503.01840; multi-token prediction,
-    DeepSeek-V3, arXiv 2412.19437 sec. 2.2."""
+    DeepSeek-V3, arXiv 2412.19437 sec. 2.2.
+    """
 
     method: SpeculativeMethod
     """The draft: a one-layer head trained for the model (eagle, eagle3), the model's layer for multi-token prediction
-    (mtp), or a search for earlier occurrences of the last tokens in the text (ngram)."""
+    (mtp), or a search for earlier occurrences of the last tokens in the text (ngram).
+    """
     tokens: PositiveInt = Field(le=MOST_AHEAD)
     """Number of draft tokens in a step."""
     acceptance: tuple[float, ...] = Field(min_length=1, max_length=MOST_AHEAD)
     """One share for each draft position: entry i is the share of steps in which at least i + 1 draft tokens are
-    accepted. vLLM logs these shares as acceptance by position."""
+    accepted. vLLM logs these shares as acceptance by position.
+    """
     draft: str | None = None
     """Checkpoint of the draft, in the form that the engine accepts. None means that the draft is part of the model, or
-    has no weights."""
+    has no weights.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Speculation:

@@ -9,7 +9,8 @@ LaneName = Literal["both", "encode", "transfer", "decode"]
 
 Chain = tuple[bytes, ...]
 """Keys of a sequence's full K/V blocks, in order. Equal keys mean equal tokens up to this block, in the same
-account."""
+account.
+"""
 
 
 class Account(NamedTuple):
@@ -49,7 +50,8 @@ class Arrival(NamedTuple):
         promised_output: number of output tokens for which K/V memory is reserved when the request enters. None means
             `max_output`.
         chain: keys of the prompt's full blocks, or empty without reuse.
-        is_scored: whether log probabilities of the prompt's tokens are computed."""
+        is_scored: whether log probabilities of the prompt's tokens are computed.
+    """
 
     id: int
     input_length: int
@@ -89,7 +91,8 @@ class StepRecord(NamedTuple):
             this field, that is the step's own `settled`.
         replica: the replica that executed the step. Each replica numbers its own steps.
         core_wait_ns: the longest time, over the computing threads, for which a thread was ready to run but had no core.
-            None means not known."""
+            None means not known.
+    """
 
     start_ns: int
     end_ns: int

@@ -14,7 +14,8 @@ Start = Literal["started", "did not start", "died"]
 
 class DrivenLoad(Frozen):
     """What a client measured at one arrival rate. Times count from sending a request; outputs of one token have no
-    TPOT."""
+    TPOT.
+    """
 
     rate_per_s: PositiveFloat
     """Requests, or sessions, that began in a second, as a Poisson process."""
@@ -69,7 +70,8 @@ class TuneRun(Frozen):
     """Whether it did not start for lack of memory."""
     rate_per_s: NonNegativeFloat = 0.0
     """Highest rate at which the bounds were kept: the middle between the highest kept and the lowest broken rate. 0
-    means that they were kept at no tried rate."""
+    means that they were kept at no tried rate.
+    """
     error: NonNegativeFloat = 0.0
     """Relative standard deviation of that rate."""
     loads: tuple[DrivenLoad, ...] = ()
@@ -110,7 +112,8 @@ class CheckOutput(Frozen):
     """The fitted factors on prefill and decode, and the seconds added to each step and to each request."""
     rate_before: Ranged
     """Highest rate within the bounds, as it was predicted, with the range of nine of ten cases. Requests, or sessions
-    that begin, in a second."""
+    that begin, in a second.
+    """
     rate_after: Ranged
     """The same after the measurement."""
     recommendation: Recommendation
@@ -124,7 +127,8 @@ class WatchAlarm(Frozen):
     """Which assumption broke."""
     planned: float
     """What the plan assumes: mean length in tokens, requests a second, share of reused prompt tokens, or seconds
-    between tokens."""
+    between tokens.
+    """
     observed: float
     """What the engine's metrics show."""
     num_requests: NonNegativeInt

@@ -12,7 +12,8 @@ from xgpt.core.schema.base import Frozen
 
 class TruncatedNormal(Frozen):
     """A normal distribution truncated to `min` and `max`. `mean` and `sd` describe the distribution before
-    truncation."""
+    truncation.
+    """
 
     kind: Literal["normal"] = "normal"
     """Kind of distribution."""
@@ -174,7 +175,8 @@ def check_classes(classes: tuple[RequestClass, ...]) -> None:
     """Check that the classes' names differ and their shares sum to one.
 
     Raises:
-        ValueError: a name is repeated, or shares do not sum to one."""
+        ValueError: a name is repeated, or shares do not sum to one.
+    """
     names = [each.name for each in classes]
     if len(set(names)) != len(names):
         raise ValueError(f"classes: each name may appear only once, not as in {', '.join(names)}")

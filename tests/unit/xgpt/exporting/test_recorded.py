@@ -1,6 +1,7 @@
 """Rules and dashboard against what Prometheus read of two replicas of vLLM 0.32, both of which ended after a while.
 
-tests/load/test_replicas.py wrote the recording."""
+tests/load/test_replicas.py wrote the recording.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def plan() -> Plan:
 
 def overloaded(slowness: float, promised_s: float, times: float, num_requests: int) -> tuple[float, list[float]]:
     """Let requests arrive at `times` times the rate that the engine can serve; return (requests begun a second, seconds
-    to the answer of each that was taken in). The engine takes `slowness` times as long as planned."""
+    to the answer of each that was taken in). The engine takes `slowness` times as long as planned.
+    """
     rate = plan().estimate.throughput_rps / slowness
     inputs, outputs = sample(plan().workload, num_requests, np.random.default_rng(0))
     longest = plan().workload.output.lengths[-1]

@@ -332,7 +332,8 @@ def test_in_time_lets_those_last_that_are_too_late() -> None:
 
 def test_rows_that_are_put_back_are_those_that_were_taken():
     """The head was found before the row began, and another request was removed: put_back then did not know it, and the
-    requests of the batch waited for ever."""
+    requests of the batch waited for ever.
+    """
     for seed in range(100):
         rng = np.random.default_rng(seed)
         lengths, deadlines = rng.integers(1, 61, 30).tolist(), rng.integers(10**9, 10**10, 30).tolist()
