@@ -176,15 +176,13 @@ def _sending(url: str, workload: Workload, rate_per_s: float, seed: int) -> Load
         least_s = max(LOAD_S, float(sample.pause_s.sum()) / sample.num_sessions)
     rates = [max(share * rate_per_s, 0.05) if law is None else share * rate_per_s for share in SHARES]
     loads = [(rate, min(MOST_REQUESTS, max(LEAST_REQUESTS, ceil(least_s * rate)))) for rate in rates]
-    traces = (
-        ()
-        if law is None
-        else (
-            sessions_to_send(law, count, rate, np.random.default_rng(seed + i)) for i, (rate, count) in enumerate(loads)
-        )
+    traces = tuple(
+        sessions_to_send(law, count, rate, np.random.default_rng(seed + i))
+        for i, (rate, count) in enumerate(loads)
+        if law is not None
     )
     serving = None if page is None else page.outstanding
-    return LoadToSend(url, tuple(loads), workload, serving, tuple(traces))
+    return LoadToSend(url, tuple(loads), workload, serving, traces)
 
 
 def _driven(url: str, trace: TraceLengths, constraint: Constraint, rate_per_s: float, vocabulary: int) -> DrivenLoad:
