@@ -113,8 +113,7 @@ DEFAULT_BUDGET = 256
 
 class Run(NamedTuple):
     """One run of one engine, with the machine's state before it: the rate of a matrix product, and the load of the
-    system.
-    """
+    system."""
 
     engine: str
     seconds: float

@@ -98,8 +98,7 @@ def sinusoid(seed: int) -> Day:
 
 def flash_crowd(seed: int) -> Day:
     """Return a calm day of 3 to 9 requests a second. On the second day, the rate is three times as high for 20 minutes
-    from 14:00.
-    """
+    from 14:00."""
 
     def rate_at(t: np.ndarray) -> np.ndarray:
         calm = 6 - 3 * np.cos(2 * np.pi * t / DAY_S)
@@ -112,8 +111,7 @@ def flash_crowd(seed: int) -> Day:
 def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
     """Return a function that draws a day from a trace stretched over a day, at another mean rate. Every second request
     of the trace belongs to the first day, the others to the second. Rates and lengths at a time are those of nearby
-    requests of the same half.
-    """
+    requests of the same half."""
 
     def draw(seed: int) -> Day:
         trace = read_lengths(path)

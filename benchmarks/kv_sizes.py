@@ -32,8 +32,7 @@ FOLDER = Path(__file__).parent / "truth" / "kv"
 HEADER = ("engine", "logs", "fitted", "not started, as predicted", "errors of the others", "models")
 FLASHINFER_BYTES = 10.0
 """Bytes that FlashInfer's sampling takes for a request and a token of the vocabulary: logits in two bytes and in four,
-and probabilities in four. PyTorch's sampler also sorts them.
-"""
+and probabilities in four. PyTorch's sampler also sorts them."""
 
 
 class Size(NamedTuple):

@@ -42,13 +42,11 @@ PARAMETERS = {
     "all-reduce": ("bus", "all_reduce_s"),
 }
 """The efficiencies on which each kind of operator depends. `attention_s` belongs to both kinds of attention, and is
-fitted on decode.
-"""
+fitted on decode."""
 
 LAYER_S = 6e-6
 """Seconds of a layer's norms, rotations and activations, which no table contains: two or three small kernels in a
-captured graph.
-"""
+captured graph."""
 SOURCE = "fitted to vLLM's kernels in aiconfigurator-core 0.12 (benchmarks.operators --fit)"
 
 START = {
@@ -66,8 +64,7 @@ START = {
 
 def points(cluster: ClusterSpec, dtype: DType) -> dict[str, list[Point]]:
     """Return every operator of the models at every degree, by kind. All-reduces are in half precision whatever the
-    dtype.
-    """
+    dtype."""
     root = imported.wheel_folder() / "data" / imported.SYSTEMS[cluster.device.name]
     tables = imported.Tables(root, "vllm", imported.TABLE_DTYPES[dtype], device=cluster.device)
     found: dict[str, list[Point]] = {kind: [] for kind in PARAMETERS}

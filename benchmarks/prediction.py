@@ -55,8 +55,7 @@ BOUND_FACTOR = 2.0
 """Factor by which the plans' bound exceeds the nearest bound."""
 SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
 """Ranges of a step's tokens with separate paces. If the paces are equal, the machine causes the error. If they differ,
-the profile does.
-"""
+the profile does."""
 
 
 class Row(NamedTuple):

@@ -215,8 +215,7 @@ def kv_bytes(worker: Worker) -> float:
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:
     """Return the FLOPs of a prompt with logits for the last token. For other tokens, the last layer computes only
-    K/V.
-    """
+    K/V."""
     of_token = 2 * layer_params(spec) + attention_flops(spec, (length + 1) / 2)
     keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_of(spec.kinds[0], "float32") / BYTES_PER_ELEMENT["float32"]
     saved = of_token / spec.num_layers - keys_and_values
@@ -247,8 +246,7 @@ def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
 
 def tables(document: dict[str, Any]) -> str:
     """Return a table for each kind of step. The exponent states how time grows from the previous row: 1 is
-    proportional.
-    """
+    proportional."""
     lines = [
         f"{document['model']}, {document['dtype']}, {document['device']}, {document['backend']}, "
         f"{document['threads']} threads, torch {document['torch']}, {document['date']}: "

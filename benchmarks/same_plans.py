@@ -77,8 +77,7 @@ def asked(arguments: Mapping[str, object]) -> dict[str, Plan]:
 
 def with_reuse(objective: str) -> dict[str, Plan]:
     """Return the plans for prompts with shared prefixes, and the plan that would replace the first one for other
-    lengths.
-    """
+    lengths."""
     from tools.structured import shared_prompts, write
 
     with tempfile.TemporaryDirectory() as folder:

@@ -69,8 +69,7 @@ LONGER = {"agent": 8.0}
 PRECISION = 0.01
 UNSEEN_SEED, NUM_UNSEEN = 3, 50_000
 """Seed and size of the draw of lengths and arrivals on which gains are measured. No search sees this draw, and it is so
-long that chance changes gains little.
-"""
+long that chance changes gains little."""
 SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
 """Factors by which the planner's fixed budgets are multiplied."""
 
@@ -78,8 +77,7 @@ SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
 @dataclass(frozen=True)
 class Row:
     """One case. Rates are in requests a second. None means that no plan keeps the bounds, or that it is not simulated
-    yet.
-    """
+    yet."""
 
     model: str
     load: str
@@ -92,8 +90,7 @@ class Row:
     """The plans with fixed budgets, and slack's plan."""
     unseen: dict[str, float] = field(default_factory=dict)
     """The highest rates of these plans on the draw that no search has seen, and the ceiling, which no rule for steps
-    can exceed on their placements.
-    """
+    can exceed on their placements."""
 
     @property
     def case(self) -> tuple[str, str, float, float]:

@@ -63,12 +63,10 @@ TTFT, TPOT = (3.0, 30.0), (1.3, 5.0)
 """Ranges of the bounds, as multiples of the times of a small batch."""
 SPREADS = {"tokens": 0.15, "encode_attention": 0.3, "decode_attention": 0.2, "head": 0.2, "overhead": 0.4}
 """Standard deviations of the logarithms of the hidden factors. Together they make mean TPOTs differ by 14% and TTFTs by
-33%, as published ones do from predictions with imported tables (configs/errors.json: 2,805 rows).
-"""
+33%, as published ones do from predictions with imported tables (configs/errors.json: 2,805 rows)."""
 PACE, TILT, MIXING, PATH_S = 0.12, 0.05, 0.15, 0.03
 """The same of all times together; standard deviation of the exponent with which times grow with a step's tokens; means
-of the cost of mixed steps and of the further seconds of a request's way.
-"""
+of the cost of mixed steps and of the further seconds of a request's way."""
 APART = 0.33, 0.14
 """Standard deviations by which TTFTs and TPOTs of published rows differ from predictions, as above."""
 NOISE, TIME_NOISE = 0.02, 0.03

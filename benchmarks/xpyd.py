@@ -118,8 +118,7 @@ class Case:
 
     def first_s(self, split: Split, rate: float, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Return when each request arrives, and when its first token is computed, if a prefill step takes up to
-        `budget` prompt tokens, or one prompt. # [requests] each
-        """
+        `budget` prompt tokens, or one prompt. # [requests] each"""
         alone, step = self.prefill_s(split.p), self.lane(split.p).step
         arrivals, lengths = np.cumsum(self.gaps) / rate, self.inputs.tolist()
         free, ends, i, waits = [0.0] * split.x, np.empty(NUM_REQUESTS), 0, arrivals.tolist()
@@ -138,8 +137,7 @@ class Case:
 
     def tpot_s(self, split: Split, ready_s: np.ndarray) -> np.ndarray:
         """Return each request's seconds per token after the first, if decode groups get requests in turn at `ready_s`.
-        # [requests]
-        """
+        # [requests]"""
         sizes, step_s = self.decode_s(split.d)
         found, order = np.zeros(NUM_REQUESTS), np.argsort(ready_s, kind="stable")
         for group in (order[g :: split.y].tolist() for g in range(split.y)):

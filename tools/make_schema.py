@@ -1,6 +1,5 @@
 """Write JSON schemas from the code's types with `python -m tools.make_schema`: plan.json's to configs/schema, and those
-of the commands' --json to docs/reference/schemas.
-"""
+of the commands' --json to docs/reference/schemas."""
 
 from __future__ import annotations
 

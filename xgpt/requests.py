@@ -125,8 +125,7 @@ class ModelAndDevices(RequestBase):
     """Data type of matrix products."""
     kv_dtype: Annotated[DType | None, Option(unset="the type in `profile`; without a profile, `dtype`")] = None
     """Data type of the KV cache, for example int8 on CPUs or float8 on GPUs. xgpt's own engine keeps the type `dtype`
-    on GPUs, so float8 is only for plans that another engine runs.
-    """
+    on GPUs, so float8 is only for plans that another engine runs."""
 
 
 class ProblemFields(ModelAndDevices):
@@ -142,8 +141,7 @@ class ProblemFields(ModelAndDevices):
     """Profile (step times) from which to plan."""
     engine: Annotated[Name | EngineSpec | None, Option(metavar="NAME", unset="the profile's")] = None
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a
-    YAML file.
-    """
+    YAML file."""
 
 
 def _none_if_inf(bound_s: Any) -> Any:
@@ -158,8 +156,7 @@ class BoundFields(RequestBase):
         PositiveFloat | None, BeforeValidator(_none_if_inf), Option("--latency-bound", "S|inf", "bound")
     ] = None
     """Bound on the seconds from a request's arrival to its last token; inf means no bound. With `objective=saturated`
-    the time counts from admission.
-    """
+    the time counts from admission."""
     ttft_s: Annotated[PositiveFloat | None, Option("--ttft", "S", "seconds")] = None
     """Bound on the time to first token, in seconds or as in 200ms."""
     tpot_s: Annotated[PositiveFloat | None, Option("--tpot", "S", "seconds")] = None
@@ -187,14 +184,12 @@ class ObjectiveAndShares(BoundFields):
     ] = None
     """What to maximise. arrivals: the highest rate of Poisson arrivals at which the bounds are kept; latency counts
     from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in
-    ExeGPT.
-    """
+    ExeGPT."""
     quantile: Share = 0.99
     """Share of requests that must keep the bounds."""
     sla: Annotated[Sla | None, Option(unset="length", group=RESEARCH)] = None
     """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is
-    at the quantile. request: the quantile of the simulated latencies of all requests.
-    """
+    at the quantile. request: the quantile of the simulated latencies of all requests."""
     session_wait_s: Annotated[PositiveFloat | None, Option("--session-wait", "S", "seconds")] = None
     """Bound on a session's waiting: the sum of its turns' times to first token. Needs a workload of sessions."""
     session_time_s: Annotated[PositiveFloat | None, Option("--session-time", "S", "seconds")] = None
@@ -215,8 +210,7 @@ class Policy(RequestBase):
     chunked: each step decodes the running requests and encodes chunks of waiting prompts. orca: the same with whole
     prompts. static: a batch runs until all its requests have finished. slack: chunked, but each step encodes as many
     prompt tokens as the running requests can wait for under `tpot_s`; simulation tunes the rule. exegpt: the better of
-    rra and waa. auto: the best of all except slack.
-    """
+    rra and waa. auto: the best of all except slack."""
 
 
 class GrowthFields(RequestBase):
@@ -243,21 +237,17 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, GrowthFields):
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
     """Length of the prefix that all prompts share, such as a system prompt. Its keys and values are computed once.
-    Leave this out for a trace that already says which prefixes its prompts share.
-    """
+    Leave this out for a trace that already says which prefixes its prompts share."""
     confidence: Share = 0.9
     """Probability with which the smallest number of devices must sustain the load, by the errors of earlier
-    predictions.
-    """
+    predictions."""
     search: Annotated[SearchMethod, Option(group=RESEARCH)] = "branch-and-bound"
     """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and
-    proves nothing. exhaustive: tries every setting, only with `objective=saturated`.
-    """
+    proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
     kv: Annotated[KvPromise | None, Option(unset="as the engine does")] = None
     """How many requests the KV cache admits. reserve: each request keeps room for its longest possible output.
     quantile: as many requests enter as fit 99.9% of the time; if memory runs out, the newest is preempted, as in
-    vLLM.
-    """
+    vLLM."""
 
     @property
     def constraint(self) -> Constraint:
@@ -280,8 +270,7 @@ class Speculated(RequestBase):
     group: ClassVar[str] = "Speculative decoding"
     speculative: SpeculativeMethod | None = None
     """Drafting method. eagle, eagle3: a trained head; mtp: the model's layer for multi-token prediction; ngram: a
-    search in the text so far. The planner chooses the number of draft tokens, 0 if drafts gain nothing.
-    """
+    search in the text so far. The planner chooses the number of draft tokens, 0 if drafts gain nothing."""
     speculative_tokens: Annotated[
         Annotated[int, Field(ge=1, le=MOST_AHEAD)] | None, Option(metavar="N", unset="the number with the highest rate")
     ] = None
@@ -291,8 +280,7 @@ class Speculated(RequestBase):
     ] = None
     """Acceptance of drafts, with `speculative`. Several shares, one for each draft position: share i is the share of
     steps that accept at least i draft tokens. A single share: the probability that a draft token is accepted if all
-    earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang).
-    """
+    earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang)."""
     draft_model: Annotated[Name | None, Option(metavar="NAME", unset="none for mtp and ngram")] = None
     """Checkpoint of the draft model, for the engine's command."""
 
@@ -306,24 +294,20 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     """Requests a second that the plan must sustain. The latency bound then counts from arrival."""
     api_servers: Annotated[PositiveInt | None, Option(metavar="N", unset="as many as the plan's rate needs")] = None
     """Number of API server processes of each vLLM command (`--api-server-count`). Each process uses one core to
-    tokenise and stream.
-    """
+    tokenise and stream."""
     devices: Annotated[
         PositiveInt | Literal["auto"] | None,
         Option(metavar="auto|N", kind="devices", unset="all; auto if `workload` is a log with times"),
     ] = None
     """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`, or the log in
-    `workload`.
-    """
+    `workload`."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: choose the cheapest of these clusters that sustains the load, with the fewest devices.
-    PRICE is the price of one device for an hour.
-    """
+    PRICE is the price of one device for an hour."""
     maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput", group=RESEARCH)] = None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as
     "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
-    running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven.
-    """
+    running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
     order: Annotated[
         AdmissionOrder | None,
         Option(unset="fcfs; with `ttft_s` also in-time, unless an engine is named", group=RESEARCH),
@@ -331,15 +315,13 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest
     prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which
     finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB).
-    shuffled: the earliest arrival, at random within each 64 requests (ExeGPT).
-    """
+    shuffled: the earliest arrival, at random within each 64 requests (ExeGPT)."""
     fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp,
     replicas and tp_devices. tp_devices is the number of a replica's devices in tensor-parallel groups: on three
     devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. `order=das` adds eta_percent and,
     for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that
-    the previous batch has freed. Policies without the variable are left out. Repeatable.
-    """
+    the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
 
 class CompareRequest(ProblemRequest):
@@ -349,8 +331,7 @@ class CompareRequest(ProblemRequest):
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "current")
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
     """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a
-    docker run, Compose file, pod manifest or Helm values with such a command.
-    """
+    docker run, Compose file, pod manifest or Helm values with such a command."""
     variables: Annotated[dict[str, str], Option("--set", "NAME=VALUE", kind="assigned")] = Field(default_factory=dict)
     """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
 
@@ -361,8 +342,7 @@ class EngineRequest(ProblemRequest):
     group: ClassVar[str] = "Deployment"
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
     """The current deployment: a command of vLLM or SGLang, or a docker run, Compose file, pod manifest or Helm values
-    with such a command. Its model, and options such as --max-model-len, are kept.
-    """
+    with such a command. Its model, and options such as --max-model-len, are kept."""
     seed: NonNegativeInt = 0
     """Seed from which the requests are drawn."""
 
@@ -392,16 +372,14 @@ class TuneRequest(EngineRequest):
     """Time after which no further measurement begins, such as 90s, 60m or 2h."""
     also: Annotated[tuple[str, ...], Option(metavar="FLAG[=VALUE,…]")] = ()
     """Try every setting also with this flag of the engine, such as attention-backend=FLASHINFER,TRITON_ATTN. What it
-    changes is measured, not predicted. Repeatable.
-    """
+    changes is measured, not predicted. Repeatable."""
     journal: Annotated[Name, Option(metavar="FILE")] = "tune.jsonl"
     """File of the finished measurements."""
     resume: bool = False
     """Go on with the measurements in `journal`."""
     start: Annotated[str | None, Option(metavar="COMMAND")] = None
     """Shell command that starts an engine and runs until it ends, for other machines and engines. {command}, {flags}
-    and {port} are replaced, as in "ssh gpu7 {command} --port {port}".
-    """
+    and {port} are replaced, as in "ssh gpu7 {command} --port {port}"."""
     url: Annotated[str | None, Option(metavar="URL", unset="http://127.0.0.1:{port}")] = None
     """With `start`: address of the started engine, in which {port} is replaced."""
     manual: bool = False
@@ -423,12 +401,10 @@ class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
     """Share of requests that must keep the bounds."""
     slo_window: SloWindow = "interval"
     """Whether `attain` holds in each interval, or of the whole day. A day may keep it while its busiest quarter of an
-    hour does not.
-    """
+    hour does not."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an
-    hour.
-    """
+    hour."""
     devices: Annotated[
         PositiveInt | dict[str, PositiveInt] | None,
         Option(metavar="N|CLUSTER=N,…", kind="counts", unset="as many as needed; with `cluster=local`, this machine's"),
@@ -478,8 +454,7 @@ class WatchRequest(OfAPlan):
     """Post each alarm to this URL, as a JSON document."""
     apply: Annotated[str | None, Option(metavar="COMMAND")] = None
     """Shell command that restarts a replica with new settings, in which {flags} and {url} are replaced. It runs for one
-    replica after the other. The next one follows when the restarted one answers.
-    """
+    replica after the other. The next one follows when the restarted one answers."""
 
 
 class LoadFields(OfAPlan):
@@ -505,8 +480,7 @@ class LoadFields(OfAPlan):
         ),
     ] = None
     """Poisson arrivals a second, or stages of different rates: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30
-    s, then 2 a second until the end.
-    """
+    s, then 2 a second until the end."""
     seed: NonNegativeInt = 0
     """Seed from which lengths and arrival times are drawn."""
 
@@ -533,16 +507,13 @@ class SimulateRequest(LoadFields, ArrivalFields, GrowthFields, RuleField):
         ),
     ] = None  # type: ignore[assignment]
     """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after
-    them to keep the load steady.
-    """
+    them to keep the load steady."""
     clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
     """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has
-    ended.
-    """
+    ended."""
     bench: Annotated[Name | None, Option(metavar="COMMAND")] = None
     """Send what this command of `vllm bench serve`, SGLang's bench_serving or AIPerf sends, from the first to the last
-    request. Lengths of data sets come from `workload`.
-    """
+    request. Lengths of data sets come from `workload`."""
     own_times: bool = False
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
@@ -558,8 +529,7 @@ class EngineFields(RuleField):
     batching: Annotated[Batching, Option(group=RESEARCH)] = "flat"
     """Layout of a batch. flat: no padding. padded: one row for each request. rows: several requests in each row, one
     after the other. slots: rows divided into slots, each of which is freed when its request has finished. All except
-    flat need a plan of policy static for one device.
-    """
+    flat need a plan of policy static for one device."""
 
 
 class BenchRequest(LoadFields, EngineFields):
@@ -572,8 +542,7 @@ class BenchRequest(LoadFields, EngineFields):
     """With a URL: number of requests that are outstanding at the same time."""
     pauses: Annotated[PositiveFloat, Option(metavar="xN", kind="factor")] = 1.0
     """With a URL and a workload of sessions: factor on their pauses. Hit rates under x0.1 are not those of real pauses,
-    unless the rate is scaled as well.
-    """
+    unless the rate is scaled as well."""
     stream: bool = False
     """Ask for streamed answers. Answers from a URL are always streamed."""
     calibrate: Annotated[bool, Option(None)] = False
@@ -602,8 +571,7 @@ class Replanning(RequestBase):
     group: ClassVar[str] = "Plan"
     replan_policies: Literal["pinned", "all"] = "pinned"
     """Policies that re-planning may choose. pinned: those that were requested for the plan, with the fixed values. all:
-    every policy.
-    """
+    every policy."""
 
 
 class ReplanRequest(OfAPlan, Replanning, GrowthFields):
@@ -634,12 +602,10 @@ class Served(OfAPlan, EngineFields, Replanning):
     """With `engine=vllm`: rank of this machine among the machines that run the plan."""
     master_addr: Annotated[str | None, Option("--master-addr", "HOST[:PORT]")] = None
     """With `engine=vllm`: address of the first machine of this machine's replica, where PORT (29500 by default) and the
-    next port must be free.
-    """
+    next port must be free."""
     ray: Annotated[Name | None, Option(metavar="ADDRESS")] = None
     """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: this machine's Ray
-    cluster.
-    """
+    cluster."""
     dry_run: bool = False
     """Check devices, memory and checkpoint, and start nothing."""
 
@@ -678,8 +644,7 @@ class RequestLimits(RequestBase):
     """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
     """Seconds within which an answer must be complete, waiting included. A request that would take longer immediately
-    gets the answer 429. CLASS=S: for one of the plan's classes. Repeatable.
-    """
+    gets the answer 429. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
     """Seconds within which answers must be complete, for each class."""
     request_timeout_s: Annotated[PositiveFloat | None, Option("--request-timeout", "S", "seconds_or_0")] = 600.0
@@ -698,8 +663,7 @@ class RequestLimits(RequestBase):
     """Seconds after SIGTERM within which running requests may finish."""
     shutdown_delay_s: Annotated[NonNegativeFloat, Option("--shutdown-delay", "S")] = 0.0
     """Seconds after SIGTERM in which requests are still accepted, while /ready answers 503 so that load balancers send
-    no more.
-    """
+    no more."""
 
 
 class ServeFields(Endpoint, RequestLimits, Served):

@@ -26,8 +26,7 @@ LINEAR_COLUMNS = (
 )
 DENSE_SIZES = (512, 1536, 64, 128, 192)
 """Sizes of latent attention in the tables (DeepSeek-V3's): the ranks of K/V and of the query, then the widths of a
-head's rotated part, value and query.
-"""
+head's rotated part, value and query."""
 SPARSE_MODELS: Mapping[tuple[int | None, ...], str] = {
     DENSE_SIZES: "DeepseekV32ForCausalLM",
     (512, 2048, 64, 256, 256): "GlmMoeDsaForCausalLM",

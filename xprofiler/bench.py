@@ -45,14 +45,12 @@ STAIR = 128
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Measured contexts end in the middle of a block. Kernels read whole blocks, on average half a block beyond a
-context.
-"""
+context."""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
 """Length of prompts in measured whole steps. Their attention takes so little time that an error in measuring it does
-not affect the rest of a layer.
-"""
+not affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """A step that is measured repeatedly, for `spread`. Each sequence is (tokens before, tokens now)."""
 SHORT_STEP = [(100, 1)]

@@ -108,8 +108,7 @@ class CoreWaitMeter:
 
 def waited_ns() -> dict[int, int]:
     """Return how long each thread of this process has waited for a core so far, or {} if the operating system does not
-    report this.
-    """
+    report this."""
     found = {}
     paths = [TASKS / task / "schedstat" for task in os.listdir(TASKS)] if TASKS.is_dir() else []
     for path in _files.keys() - paths:  # the threads of these files have ended

@@ -136,8 +136,7 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until another thread hands something in, for at most `timeout_s`. Call this when `step` has returned
-        None.
-        """
+        None."""
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:

@@ -46,8 +46,7 @@ class Executor(Protocol):
 
     def accept(self, generation: Generation) -> None:
         """Raise an error if the workers cannot execute a request. The engine calls this before it schedules the
-        request.
-        """
+        request."""
 
     def prepare(self, grammar: str) -> object:
         """Compile a grammar in every process that chooses tokens, and wait until this is done. Any thread may call

@@ -44,8 +44,7 @@ STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
 """Limits on computing the tokens that may come next: the work of llguidance's lexer and of its parser, each in
 llguidance's units, and the number of the lexer's states. Usual schemas need a tenth of this. A pattern that needs more
 work takes 25 MiB, and adds 2 ms to a step for each output until it is refused. With llguidance's own limits it took 200
-MiB, and added 8 ms to every step.
-"""
+MiB, and added 8 ms to every step."""
 KEPT_ANSWERS = 64
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

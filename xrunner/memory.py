@@ -44,8 +44,7 @@ def keep_freed_memory() -> None:
 
 def ask_for_heap() -> None:
     """Request huge pages for the part of the heap that has not been written to yet, where libraries will store
-    weights.
-    """
+    weights."""
     begin = _heap_begin()
     if begin is None:
         return

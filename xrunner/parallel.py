@@ -64,8 +64,7 @@ def share(full: int, rank: int, degree: int) -> Share:
 
 class Cut(NamedTuple):
     """The part of a stored tensor that a rank holds: indices from `start` on, out of `full`, along dimension `dim` of
-    the model's parameter.
-    """
+    the model's parameter."""
 
     dim: int
     start: int

@@ -332,8 +332,7 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
     """Return an expert's index and the number of experts, if the checkpoint stores this parameter of all experts
-    together.
-    """
+    together."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
         return None

@@ -281,8 +281,7 @@ class Worker(OneAtATime):
 
 def fed(tokens: np.ndarray) -> np.ndarray:
     """Return the tokens to feed next, with 0 for a request that has no token but stays in its batch. # int64 [n] ->
-    same
-    """
+    same"""
     return np.maximum(tokens, 0)
 
 

@@ -67,8 +67,7 @@ def fluid(plan: Plan) -> float:
 
 def _most_running(plan: Plan) -> int:
     """Return how many requests' K/V fits at the same time, each with the mean prompt and its maximum output
-    reserved.
-    """
+    reserved."""
     workload = plan.workload
     tokens = _mean(workload.input.lengths, workload.input.probabilities) + workload.output.lengths[-1]
     return max(1, int(min(stage.kv_blocks for stage in plan.stages) * plan.block_size / tokens))
@@ -76,8 +75,7 @@ def _most_running(plan: Plan) -> int:
 
 def _longest(plan: Plan) -> float:
     """Return the tokens of the longest outputs, as many as may break their bounds, divided by the number of all
-    requests.
-    """
+    requests."""
     left, tokens = 1 - plan.constraint.quantile, 0.0
     outputs = plan.workload.output
     for length, share in zip(reversed(outputs.lengths), reversed(outputs.probabilities), strict=True):

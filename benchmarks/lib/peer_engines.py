@@ -20,8 +20,7 @@ SCRIPTS = Path(__file__).parent.parent / "peers"
 
 class Peer(NamedTuple):
     """A script of `peers`, with the packages that its environment needs (none: this environment is used) and must not
-    have.
-    """
+    have."""
 
     script: str
     packages: tuple[str, ...] = ()
@@ -58,8 +57,7 @@ BUDGETED = ("own.py", "openvino_cpu.py", "vllm_cpu.py", "llama_cpu.py")
 
 def environment(name: str) -> str:
     """Return the Python of an engine's environment. A missing environment is created with this torch version, without
-    CUDA.
-    """
+    CUDA."""
     script, packages, unwanted, _ = ENGINES[name]
     if not packages:
         return sys.executable

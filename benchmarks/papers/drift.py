@@ -92,8 +92,7 @@ def _margins(
     plan: Plan, growth: float, mean: float, sd: float, bound_s: float | None, decodes: float
 ) -> tuple[float, float]:
     """Return by how many percent the bound must be tightened so that a plan keeps the original bound after a change of
-    lengths: for all requests, and for one length. The limit on requests is multiplied by `growth`.
-    """
+    lengths: for all requests, and for one length. The limit on requests is multiplied by `growth`."""
     assert isinstance(plan.policy, WaaSettings)
     latencies = []
     for factors, cap in (((1.0, 1.0), 1.0), ((mean, sd), growth)):
@@ -135,8 +134,7 @@ def drift_of_rra() -> Iterator[Claim]:
 
 def _off(factors: tuple[tuple[float, float], ...], bound_s: float | None) -> tuple[float, float]:
     """Return the largest percentages by which throughput and latency of the unchanged schedule are worse than the best
-    one's.
-    """
+    one's."""
     plan = best(problem(MODEL, CLUSTER, shifted(1.0, 1.0), bound_s), ["rra"])
     assert plan is not None, "RRA keeps FT's bounds on task T"
     off = []

@@ -71,8 +71,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 def figures_6_and_8() -> Iterator[Found]:
     """Compare throughput under the paper's bounds. FT keeps them up to its longest output, xgpt at the 99th
-    percentile's length.
-    """
+    percentile's length."""
     small, large = bars()
     unbounded = [row for row in large if row.bound_s is None]
     for source, what, paper, group, only in (

@@ -49,8 +49,7 @@ TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
     )
 }
 """Percentage of points that are not monotone in latency and in throughput at 5% tolerance, by task. Source: ExeGPT
-Table 5.
-"""
+Table 5."""
 
 
 def table_5() -> Iterator[Found]:

@@ -1,6 +1,5 @@
 """Reproduce ORCA's Figures 9 to 11: GPT-3 on machines with eight A100 40 GB, and FasterTransformer (FT) as in the
-paper.
-"""
+paper."""
 
 from __future__ import annotations
 
@@ -26,14 +25,12 @@ from xsimulator.stages import lane
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 STAGES = {"gpt3-101b": 1, MODEL: 2, "gpt3-341b": 4}
 """Number of each model's pipeline stages (inter-layer partitions). Each is on one machine with eight devices. Source:
-ORCA Table 1.
-"""
+ORCA Table 1."""
 NUM_REQUESTS, SUSTAINED = 400, 0.85
 """Number of requests in a simulated run, and the share of the arrival rate that the run must serve."""
 PAPER_TOKEN_MS = 95.0
 """A single request's time per token in the paper's engine: 190 ms are "a double of the normalized execution time"
-(6.2).
-"""
+(6.2)."""
 ORCA_BATCHES, FT_BATCHES = (1, 8, 32, 128), (1, 8)
 RATES = (0.1, 0.185, 0.3, 0.49, 1.0, 2.0, 4.0, 6.81, 8.0, 10.0, 12.0)
 """Arrival rates in requests a second. The paper names 0.185, 0.49 and 6.81."""
@@ -171,8 +168,7 @@ def max_rate(ends: Ends, workload: Workload, bound_s: float, high: float = 20.0)
 
 class AtTwice(NamedTuple):
     """A single request's seconds per token, and the highest rates (requests a second) of orca(128) and of FT within
-    twice this time.
-    """
+    twice this time."""
 
     token_s: float
     orca: float
@@ -190,8 +186,7 @@ class AtTwice(NamedTuple):
 @cache
 def at_twice_one_request(model: str = MODEL) -> AtTwice:
     """Return the rates at "a double of the normalized execution time (by the number of generated tokens)"
-    (ORCA 6.2).
-    """
+    (ORCA 6.2)."""
     workload = workload_of("orca", model)
     one = seconds_a_token(lane_cost(problem_of(model, workload)))
     orca = max_rate(system("orca", workload, 128, model), workload, 2 * one)
@@ -209,8 +204,7 @@ def figure_10a() -> Iterator[Found]:
 
 def figure_10b() -> Iterator[Found]:
     """Compare 175B, and the rates that the text states: 0.185 and 6.81 req/s at twice a single request's time per
-    token.
-    """
+    token."""
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
     what = "175B, at twice a lone request's time"

@@ -29,15 +29,13 @@ NUM_SIMULATED = 800
 """Number of simulated requests."""
 CORRELATION, RUNS = 0.75, (32, 256)
 """Correlation of input and output lengths in translation (ExeGPT 7.1: 0.57 to 0.94), and numbers of consecutive
-requests with alike inputs.
-"""
+requests with alike inputs."""
 ORDERS_OF_RUNS: tuple[AdmissionOrder, AdmissionOrder] = ("fcfs", "shuffled")
 
 
 def opt_on_four_a40() -> tuple[OneLaneModel, TwoLaneModel, TwoLaneModel]:
     """Return the models of three placements of OPT-13B: tensor parallelism over all four devices; an encode group of
-    two devices with two decode stages of one device each; and these lanes exchanged.
-    """
+    two devices with two decode stages of one device each; and these lanes exchanged."""
     subject = problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b"))
     lengths = Lengths(subject.workload)
     one = OneLaneModel(LaneCost(subject.model, subject.profile, whole(subject.model, 4)), lengths)
@@ -208,8 +206,7 @@ def _range_of(values: Sequence[int]) -> float:
 
 def _independent(lengths: Lengths, encode_batch: int, iterations: int) -> list[float]:
     """Return the range of 99% of the number of requests that decode, in percent of its mean, by distance from an
-    encoding, if each request ends independently of the others.
-    """
+    encoding, if each request ends independently of the others."""
     left = [lengths.survival[at::iterations] for at in range(iterations)]
     return [258 * float(np.sqrt(encode_batch * p @ (1 - p)) / (encode_batch * p.sum())) for p in left]
 

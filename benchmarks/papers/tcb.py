@@ -1,6 +1,5 @@
 """Compute TCB's figures (ICPP 2022) on a simulated V100 with the paper's model and load, and compare DAS with the
-optimum.
-"""
+optimum."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Run vLLM on a CPU, in process. For int8, the checkpoint is converted once, beside the original: weights in eight bits
-with a scale for each output channel, dynamically quantised activations, and the rest in bfloat16.
-"""
+with a scale for each output channel, dynamically quantised activations, and the rest in bfloat16."""
 
 import json
 import os

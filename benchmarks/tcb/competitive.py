@@ -40,8 +40,7 @@ class Instance(NamedTuple):
 
 class Case(NamedTuple):
     """Instances of about one size: largest number of requests, slots, rows, tokens of a row, and the longest request as
-    a share of a row.
-    """
+    a share of a row."""
 
     name: str
     most: int

@@ -165,8 +165,7 @@ def _seconds(machine: Machine, batch: RowBatch, demand: Demand, *, free_slots: b
 
 class Case(NamedTuple):
     """A setting. `varied` names the variable that the table varies. The load is a multiple of TNB's throughput at
-    saturation.
-    """
+    saturation."""
 
     varied: str
     load: float = 3.0
@@ -201,8 +200,7 @@ def orders(bench: Bench, seconds: float) -> list[Json]:
 
 def overhead() -> list[Json]:
     """Measure DAS's computing time on this machine, at about the paper's rates and with a hundred thousand waiting
-    requests.
-    """
+    requests."""
     table: list[Json] = []
     for dtype in ("float32", "float16"):
         bench = Bench(v100(dtype), 20)

@@ -47,8 +47,7 @@ class RowCost:
 
     def rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> float:
         """Return the seconds to the last token of the longest answer or, with `free_slots`, of each slot's longest
-        answer.
-        """
+        answer."""
         ends = np.zeros(batch.num_slots, dtype=np.int64)
         slot = np.array([place.slot for place in batch.places])
         np.maximum.at(ends, slot, [output_lengths[place.id] for place in batch.places])

@@ -70,8 +70,7 @@ class Machine:
 
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
         """Run one batch without padding to the end of its longest answer. A request that has ended computes nothing
-        more.
-        """
+        more."""
         prompts = np.array([one.input_length for one in requests])
         ends = np.array([output_lengths[one.id] for one in requests])
         seconds = self._cost.flattened(prompts, [], [])
@@ -82,8 +81,7 @@ class Machine:
 
     def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
         """Run the serving engine, iteration by iteration, until the last request has arrived. Return its log from time
-        0.
-        """
+        0."""
         running = schedule.pool.running
 
         def end_ns(start_ns: int, step: Step) -> int:
@@ -111,8 +109,7 @@ class Machine:
 
 class PaddedCost:
     """Computes the seconds of a padded batch by interpolation between batches that a machine has run, for TTB's
-    division.
-    """
+    division."""
 
     def __init__(self, machine: Machine, steps: int, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         self._numbers, self._lengths = np.asarray(numbers, float), np.asarray(lengths, float)
@@ -164,8 +161,7 @@ def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
 
 def form_ttb(cost: BatchCost, largest: int | None = None) -> Callable[[System, Queue], Iterable[Job]]:
     """Form the cheapest batches from as many requests as TCB takes, sorted by length. `largest`: largest batch, or
-    None.
-    """
+    None."""
 
     def form(system: System, queue: Queue) -> Iterable[Job]:
         chosen = [one for row in system.rows(queue) for one in row]
@@ -182,8 +178,7 @@ def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
 
 def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
     """Form batches by TCB's Algorithm 2: slots are as long as the longest request chosen by utility. Requests that fit
-    in no slot wait again.
-    """
+    in no slot wait again."""
     order = queue.order_of("")
     assert isinstance(order, DasOrder)
     rows, longest = [], 0

@@ -53,15 +53,13 @@ TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "99
 """First days of the scripts for DeepSeek with multi-token prediction."""
 DEVICES = 8
 """Number of devices of a machine. If a row with whole experts on each device has more, the same devices are counted
-twice, for slices and for parts of the experts.
-"""
+twice, for slices and for parts of the experts."""
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
 
 def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
-    mxfp4.
-    """
+    mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
         name, _ = MODELS[raw["model_path"]]
@@ -104,8 +102,7 @@ def stored_in(raw: dict[str, str]) -> Stored | None:
 
 def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
     """Return a row's tensor-parallel degree, and the numbers of slices and of parts into which its devices divide the
-    experts.
-    """
+    experts."""
     tp, slices, ep = (count_of(raw[f"{lane}{column}"]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
     if tp > DEVICES and slices == ep and tp == slices * ep:
         return slices, 1, ep

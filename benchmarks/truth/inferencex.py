@@ -20,13 +20,11 @@ APRIL = "2026-04-01"
 """From this day on, the settings for MiniMax on B200 differ (pull request 947)."""
 EP_CHOSEN = "2025-11-03"
 """First day on which scripts of TensorRT-LLM took the parts of experts from a row's configuration. Earlier scripts gave
-each device whole experts (`--ep_size=$TP`), except for gpt-oss on B200.
-"""
+each device whole experts (`--ep_size=$TP`), except for gpt-oss on B200."""
 BLACKWELL = ("b200_sxm", "b300_sxm")
 FLASHINFER = "0.24"
 """Version of vLLM whose tables on Blackwell were measured with FlashInfer's kernels. The scripts for MiniMax on B200
-did not use these until April 2026. Earlier tables were measured with Triton's kernels.
-"""
+did not use these until April 2026. Earlier tables were measured with Triton's kernels."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def _of_kimi(raw: dict[str, str], ep: int, day: str, changes: dict[str, Any]) ->
 
 def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
     """Return the settings of SGLang's scripts since November 2025. On Blackwell, nearly all let the engine check for
-    new requests only once in ten decode steps, or in thirty with 16 or more clients (--scheduler-recv-interval).
-    """
+    new requests only once in ten decode steps, or in thirty with 16 or more clients (--scheduler-recv-interval)."""
     is_hopper, stored = raw["system"] not in BLACKWELL, raw["moe_quant_mode"]
     seldom = 30 if int(float(raw["batch_size"])) >= 16 else 10
     budget, receives, kv_dtype = 32768, seldom, cast("DType | None", "float8")

@@ -50,8 +50,7 @@ AS_NAMED: dict[str, Quantity] = {
     "TPOT": "TPOT",
 }
 """By quantity in rows: its name in ranges. Under open arrivals, a plan's rate gets the error of the time to the last
-token.
-"""
+token."""
 
 
 def errors_of(rows: list[Row]) -> str:

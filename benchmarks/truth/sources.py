@@ -289,8 +289,7 @@ DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "nvfp4": ("bfloat16", "nvfp4"),
 }
 """For each type of products in a row: the dtype of everything else, K/V included, and the weights' format if it
-differs.
-"""
+differs."""
 INFERENCEX = "meta-llama/Llama-3.1-70B"
 """The name in the rows that InferenceX measured on 2025-10-29 with nvidia/Llama-3.3-70B-Instruct-FP8."""
 SCALED = {INFERENCEX, "nvidia/Llama-3.1-8B-Instruct-FP8"}
@@ -301,16 +300,14 @@ ALIGNED = "aic-auto-gap-analysis"
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
 BATCH_WAIT = (("batch_wait_steps", 20), ("batch_wait_tokens", round(0.9 * BUDGETS["trtllm"])))
 """InferenceX's values of batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416),
-for 1,024 input and output tokens on fewer than eight devices.
-"""
+for 1,024 input and output tokens on fewer than eight devices."""
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500
 """Number by which AIConfigurator's token budget exceeds one whole prompt and one decode for each client."""
 MIXED_FROM = (0, 5, 6)
 """First version of SGLang that AIConfigurator starts with --enable-mixed-chunk (pull request 258, from the week in
-which the template for this version was added).
-"""
+which the template for this version was added)."""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:

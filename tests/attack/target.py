@@ -30,8 +30,7 @@ from xrunner.vllm.process import PYTHON_VARIABLE
 
 FELT_S, TIMES_CALM = 3.0, 10
 """What a stream and a probe may feel: seconds, or a multiple of what they feel before, where cores are busy. What the
-event loop does in one go is held to less where no other process counts: `test_loop.py`.
-"""
+event loop does in one go is held to less where no other process counts: `test_loop.py`."""
 HEALTH_S, GAP_S, LEFT_MIB = 0.1, 0.25, 64
 """What they should feel at most, and MiB that may be left after an attack. The report says whether they did."""
 

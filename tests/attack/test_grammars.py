@@ -120,8 +120,7 @@ def test_a_long_text_without_a_choice_in_many_outputs(target: Target, unharmed: 
 
 def test_dear_schemas_at_once(target: Target, unharmed: Unharmed) -> None:
     """Each another one, so that nothing that was kept helps. Once an engine compiled each as it began, and the other
-    stream waited 0.2 s of processor time for each.
-    """
+    stream waited 0.2 s of processor time for each."""
     count = 20 if target.flavour == "one" else 8
     bodies = [{"model": target.model, **formatted(costly(2 + i))} for i in range(count)]
     requests = [request(body, path=PATH) for body in bodies]

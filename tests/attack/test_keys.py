@@ -83,8 +83,7 @@ def tokens_of(target: Target) -> dict[str, float]:
 @pytest.mark.parametrize("flavour", [*FLAVOURS, FAKE_VLLM, REAL_VLLM])
 def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """Both keep three times as many requests in flight as there are places; the one with the smaller share asks for
-    twice as long outputs.
-    """
+    twice as long outputs."""
     keys = f"alice {ALICE} share=3\nbob {BOB}\n"
     with (
         attacked(flavour, checkpoint, tmp_path, keys=keys, change=batch_of(8)) as target,
@@ -112,8 +111,7 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
 @pytest.mark.parametrize("flavour", [*FLAVOURS, REAL_VLLM])
 def test_a_key_cannot_time_anothers_prompts(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """A prompt that a key has asked before is answered sooner, so the clock tells; one that another key has asked takes
-    as long as one that is new.
-    """
+    as long as one that is new."""
     rng = np.random.default_rng(0)
     keys = f"alice {ALICE}\nbob {BOB}\n"
     seconds: dict[str, list[float]] = {"again": [], "another's": [], "new": []}
@@ -172,8 +170,7 @@ def test_no_order_starves_a_request(
     order: str, flood: dict[str, Any], victim: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     """A long prompt among short ones without end, a request without a deadline among others with one: each once had
-    its answer only when the others went away.
-    """
+    its answer only when the others went away."""
     change = batch_of(4, order=order, patience=4)
     with (
         attacked("one", checkpoint, tmp_path, change=change) as target,
@@ -193,8 +190,7 @@ def test_no_order_starves_a_request(
 @pytest.mark.point(6)
 def test_outputs_without_an_end_do_not_hold_up_a_request_for_two_tokens(checkpoint: Path, tmp_path: Path) -> None:
     """Before, 16 chats without max_tokens reserved all K/V memory, and a request for two tokens waited for one of them
-    to fill its context.
-    """
+    to fill its context."""
     with (
         attacked("one", checkpoint, tmp_path, change=batch_of(64)) as target,
         target.left_as_it_was(memory=False),

@@ -272,8 +272,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}'
 )
 def test_reading_calls_takes_time_in_proportion(begin: str, piece: str) -> None:
     """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time. White space after
-    a call once took ours quadratic time.
-    """
+    a call once took ours quadratic time."""
 
     def took_s(count: int) -> float:
         reader, begin_s = OutputReader(call_formats()[HERMES]), time.thread_time()

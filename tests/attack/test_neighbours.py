@@ -62,8 +62,7 @@ def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """Without a key file, or before the server had started, SIGHUP ended it. A pipe of 4 KiB was full after a dozen
-    requests, and the server stood still.
-    """
+    requests, and the server stood still."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     process = start("one", checkpoint, tmp_path, "--no-replan", stderr=writing)

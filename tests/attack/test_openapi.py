@@ -34,8 +34,7 @@ CASES = [
     pytest.param(VLLM, "fuzzing", 20, marks=REAL_VLLM.marks),
 ]
 """Placements, a phase, and examples of each operation. The front checks requests before any engine sees them, so one
-device gets all of them, which take minutes, and the other placements some.
-"""
+device gets all of them, which take minutes, and the other placements some."""
 
 CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance")
 """Fields that contradict each other, and prompts that do not fit, are refused: a schema cannot say so."""

@@ -1,6 +1,5 @@
 """Two hosts on this machine: namespaces, each with its own host name, network and processes, joined by a pair of
-virtual interfaces. Each has one device and a Ray node. Namespaces need root.
-"""
+virtual interfaces. Each has one device and a Ray node. Namespaces need root."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from xgpt.core.io import cache_dir
 @pytest.fixture
 def older(xgpt: Xgpt) -> str:
     """Write plan.json and profile.json as a version without the field `devices_per_node` would have; return the hash of
-    that profile.
-    """
+    that profile."""
     assert xgpt("profile", *PROBLEM[:4], "-o", "profile.json").code == 0
     assert xgpt("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--profile", "profile.json").code == 0
     profile, plan = json.loads(Path("profile.json").read_text()), json.loads(Path("plan.json").read_text())

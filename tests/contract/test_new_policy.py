@@ -90,8 +90,7 @@ class WatermarkRule(OneLaneRule):
 
 class Watermark(Rra):
     """A batch falls to its watermark after about the same number of iterations each time: this is rra with that
-    number.
-    """
+    number."""
 
     settings = WatermarkSettings
     line = load = "max_batch"

@@ -185,8 +185,7 @@ def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
 @pytest.mark.parametrize(("encode_batch", "decode_iterations"), few([(1, 40), (2, 300), (6, 300), (20, 100)]))
 def test_phases_that_leave_no_request_in_decode(encode_batch: int, decode_iterations: int) -> None:
     """Half of azure-code's outputs have at most 13 tokens, the quantile's has 250: a request that outlasts all others
-    meets no phase that ends early.
-    """
+    meets no phase that ends early."""
     device, settings = (
         ("llama-3.1-8b", "h200x1"),
         RraSettings(encode_batch=encode_batch, decode_iterations=decode_iterations),

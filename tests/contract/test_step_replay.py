@@ -250,8 +250,7 @@ def test_the_log_replays(
     failures: float,
 ) -> None:
     """In every order, with deadlines that some requests miss, with and without shares, priorities, patience, promises,
-    and shared blocks; and if some requests fail, whose blocks are shared no more.
-    """
+    and shared blocks; and if some requests fail, whose blocks are shared no more."""
     lane, blocks, rng = LANES[kind], LARGEST + spare_blocks, np.random.default_rng(seed)
     log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=reuse, failures=failures)
     patience_ns = PATIENCE_NS if has_accounts else None

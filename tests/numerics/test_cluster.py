@@ -205,8 +205,7 @@ def tokens_of_next(executor, count):
 
 def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(workers, checkpoint):
     """A step that encodes gives blocks to requests that it does not decode: no step under way touches these, so they
-    may leave, and return with other blocks, before its prompts pass the pipeline for the second time.
-    """
+    may leave, and return with other blocks, before its prompts pass the pipeline for the second time."""
     plan = one_lane(checkpoint(NAMES["t5"])[0], "pp2", "rra", 2)
     executor = deploy(workers, plan)
     prompts = [tuple(RNG.integers(0, 211, plan.block_size - 1).tolist()) for _ in range(4)]
@@ -232,8 +231,7 @@ def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(worke
 
 def check_changing(workers, plans, expected):
     """Some steps after a plan's placement has taken over, the next one does, on the same workers: no token is lost or
-    wrong.
-    """
+    wrong."""
     now, left = [deploy(workers, plans[0])], [*plans[1:]]
 
     def redeploy(schedule):

@@ -13,8 +13,7 @@ from xsimulator.executed import executed
 @pytest.mark.parametrize("name", ["opt-tied", "t5-gated-untied"])
 def test_workers_of_a_served_pipeline_tell_what_they_computed_and_not_what_they_waited(checkpoint, name):
     """With one micro-batch one worker waits while the other computes, so that both together compute for as long as
-    steps are under way at most.
-    """
+    steps are under way at most."""
     problem = problem_of(checkpoint(name)[0], 2)
     plan = scored(problem, "orca", [[1, 1]], 1, max_batch=16)
     report, log = bench_plan(plan, Load(30), np.random.default_rng(0), profile=problem.profile)

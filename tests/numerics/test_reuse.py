@@ -1,6 +1,5 @@
 """Tokens with reuse are those without, in every family and under every policy, whatever is cancelled, preempted or lost
-in between.
-"""
+in between."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def test_the_health_check(is_up: bool) -> None:
 @pytest.mark.long
 def test_its_steps_in_a_clean_root_give_an_xgpt_that_plans(tmp_path: Path) -> None:
     """Only what is copied is in the root. The recipe's own pip lines resolve against the index in a fresh environment,
-    where the package then runs with this environment's dependencies.
-    """
+    where the package then runs with this environment's dependencies."""
     root, elsewhere, tools = tmp_path / "root", tmp_path / "work", tmp_path / "tools"
     for folder in (root, elsewhere, tools):
         folder.mkdir()

@@ -22,8 +22,7 @@ H200 = load_cluster("h200x8")
 
 DEEPEP = {16: (118e-6, 195e-6), 32: (155e-6, 273e-6), 64: (173e-6, 314e-6)}
 """Seconds in which DeepEP's low-latency kernels send 128 tokens of 7,168 values to eight experts, in eight bits, and
-bring them back in bfloat16, by devices: H800 with an adapter of 400 Gb/s each (github deepseek-ai/DeepEP, README).
-"""
+bring them back in bfloat16, by devices: H800 with an adapter of 400 Gb/s each (github deepseek-ai/DeepEP, README)."""
 
 
 @pytest.mark.parametrize("devices", DEEPEP)

@@ -46,8 +46,7 @@ def accepted(tokens_per_step: float, ahead: int) -> tuple[float, ...]:
 
 EAGLE = {2: (2.1, 4.37), 3: (2.29, 4.29), 4: (2.39, 4.48), 5: (2.43, 4.71), 6: (2.45, 4.94), 7: (2.47, 5.2)}
 """By tokens ahead: tokens a step and milliseconds a token of Llama-3.1-8B on an H100, one request, 7.07 ms without
-(EAGLE-1 in vLLM 0.9, github vllm-project/vllm issue 20780).
-"""
+(EAGLE-1 in vLLM 0.9, github vllm-project/vllm issue 20780)."""
 
 
 @pytest.mark.parametrize("ahead", EAGLE)
@@ -68,8 +67,7 @@ ANGELSLIM = {
     ("Qwen/Qwen3-VL-4B-Instruct", 4): [(2.57, 415.29 / 212.87), (2.26, 372.89 / 213.24), (2.82, 459.37 / 211.69)],
 }
 """By model and tokens ahead: tokens a step and speed-up of EAGLE-3 in vLLM 0.11.2 and 0.12 on an H20, one request
-(github Tencent/AngelSlim, README and docs/source/performance/speculative_decoding/benchmarks.md).
-"""
+(github Tencent/AngelSlim, README and docs/source/performance/speculative_decoding/benchmarks.md)."""
 
 
 @pytest.mark.parametrize(("name", "ahead"), ANGELSLIM)

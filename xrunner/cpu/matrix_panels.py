@@ -50,8 +50,7 @@ CHUNK_BYTES = 5 * 2**18
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
 Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS = range(8, 14)
 """Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each
-iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written.
-"""
+iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written."""
 
 
 def is_available() -> bool:

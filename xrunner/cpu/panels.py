@@ -64,8 +64,7 @@ FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES = range(11)
 """Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
-values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON.
-"""
+values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
@@ -87,8 +86,7 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
 
 def pack_bfloat16(weight: Tensor, *, gated: bool = False) -> PackedLinear:
     """Return a function that computes x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to
-    bfloat16, and sums are float32.
-    """
+    bfloat16, and sums are float32."""
     return _packed(weight, None, None, BFLOAT16, gated=gated)
 
 
@@ -367,8 +365,7 @@ _OVERWRITTEN = (
 )
 _STARTS = ("%rsi", "%r8", "%r9", "%r10")
 """Registers with the addresses of the inputs of rows 0, 3, 6 and 9. With the stride in %rax, each of these registers
-also addresses the next two rows.
-"""
+also addresses the next two rows."""
 
 
 def _assembly(num_rows: int, instruction: str) -> str:

@@ -213,8 +213,7 @@ def at(typing_context: Any, array: Any, first: Any) -> Any:
 @inlined
 def take_next(typing_context: Any, counter: Any) -> Any:
     """Return the counter and increment it atomically, so that no two threads get the same number. # int64 [1] ->
-    int64
-    """
+    int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)

@@ -22,8 +22,7 @@ def runs_on(device_type: str) -> bool:
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate queries or keys as `layers.Rotary` does.
-    # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x
-    """
+    # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
     from xrunner.gpu import kernels
 
     num_tokens, num_heads, dim = x.shape

@@ -28,8 +28,7 @@ takes little time compared with reading the weights.
 """
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
 """Numbers of tokens for which steps with prompts are captured. Products process rows in tiles of 64 to 256, so padding
-takes little time.
-"""
+takes little time."""
 MOST_SEQUENCES = 256
 """Largest number of sequences in a captured step with prompts. It is also the largest number of tokens whose logits the
 step computes.

@@ -20,8 +20,7 @@ CPU_PIPELINE = "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
 GPU_BLOCK_SIZE = 16
 MAX_RUNNING = 1024
 """Largest number of concurrent requests for which vLLM prepares batches, even if more would fit in the plan's
-memory.
-"""
+memory."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """The variable with the port at which a lane's NixlConnector describes how to reach the lane's K/V. Lanes on one
 machine have different ports.

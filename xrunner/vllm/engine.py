@@ -26,8 +26,7 @@ from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
-socket's path is limited.
-"""
+socket's path is limited."""
 
 
 class Instances:

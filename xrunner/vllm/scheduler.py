@@ -86,8 +86,7 @@ class XgptScheduler(LoggedScheduler):
         self._open: _Execution | None = None
         self._until: dict[str, int] = {}
         """For each request that vLLM sees, by vLLM's name, the number of its tokens that will have been computed when
-        this step ends.
-        """
+        this step ends."""
         self._pieces: deque[_Execution | None] = deque()
 
     @property
@@ -275,8 +274,7 @@ class XgptScheduler(LoggedScheduler):
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
     """Return the executed step with its requests in the order of the rule's step, since vLLM's order is that of
-    arrival.
-    """
+    arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(

@@ -66,8 +66,7 @@ class Draft:
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
         """Return the draft's K/V bytes per token on a device of a group. A layer of the draft stores as many bytes as a
-        layer of the model.
-        """
+        layer of the model."""
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 

@@ -27,8 +27,7 @@ class DecodeLane:
         self._encode, self._stays = encode, stays
         self._joined: dict[tuple[float, float, float], Array] = {}
         """Seconds of iterations with joining requests, by smallest and largest encode batch and number of
-        micro-batches.
-        """
+        micro-batches."""
 
     def work(self, each: Array) -> Array:
         return np.asarray(np.interp(each, GRID, self.pipeline.devices @ self._grid[0]))

@@ -24,8 +24,7 @@ def spec() -> ModelSpec:
 
 def seconds(encode: list[tuple[int, int]], contexts: list[int], captured_tokens: int = 0) -> float:
     """Of a step that encodes [start, end) of some prompts: tokens through the layers, a row of the head for each
-    request, attention beyond short lengths. Steps that are not captured take longer, if others are.
-    """
+    request, attention beyond short lengths. Steps that are not captured take longer, if others are."""
     attention = sum(1e-6 * (end * end - start * start) for start, end in encode if end > SHORT)
     attention += sum(2e-6 * (n - SHORT) for n in contexts)
     tokens = sum(end - start for start, end in encode) + len(contexts)

@@ -41,8 +41,7 @@ class PromptBudget:
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
         """Number of tokens by which earlier phases fell short of the target. The number is negative if they exceeded
-        the target.
-        """
+        the target."""
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase. `excess` is the number of decoding requests minus its planned mean."""

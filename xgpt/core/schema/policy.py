@@ -188,8 +188,7 @@ class StaticSettings(SingleLane):
 class WaaSettings(Frozen):
     """Encode on one group of devices and decode on another, asynchronously.
 
-    Source: ExeGPT sec. 4.1.
-    """
+    Source: ExeGPT sec. 4.1."""
 
     kind: Literal["waa"] = "waa"
     """The policy."""

@@ -228,8 +228,7 @@ class Profile(Frozen):
     """Number of devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
     """The engine whose steps were timed: "xgpt", "vllm" or another framework. None means that times are from a
-    datasheet, for any engine.
-    """
+    datasheet, for any engine."""
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None

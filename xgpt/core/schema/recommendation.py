@@ -191,16 +191,14 @@ class Recommendation(Frozen):
     """The reason for the action, in a sentence."""
     runner_up: Offer | None = None
     """The candidate beside the best: of the best verified shape if `best` is not verified by measurements, otherwise
-    the next best that the engine runs by itself, of another shape if there is one.
-    """
+    the next best that the engine runs by itself, of another shape if there is one."""
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
     """Numbers of devices that were considered for the load, rising. A number between two of them holds the load at
-    least as surely as the lower one.
-    """
+    least as surely as the lower one."""
     would_hold: int | None = None
     """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
     would_hold_of: Literal["best", "rejected"] = "best"

@@ -70,8 +70,7 @@ class TuneRun(Frozen):
     """Whether it did not start for lack of memory."""
     rate_per_s: NonNegativeFloat = 0.0
     """Highest rate at which the bounds were kept: the middle between the highest kept and the lowest broken rate. 0
-    means that they were kept at no tried rate.
-    """
+    means that they were kept at no tried rate."""
     error: NonNegativeFloat = 0.0
     """Relative standard deviation of that rate."""
     loads: tuple[DrivenLoad, ...] = ()
@@ -127,8 +126,7 @@ class WatchAlarm(Frozen):
     """Which assumption broke."""
     planned: float
     """What the plan assumes: mean length in tokens, requests a second, share of reused prompt tokens, or seconds
-    between tokens.
-    """
+    between tokens."""
     observed: float
     """What the engine's metrics show."""
     num_requests: NonNegativeInt

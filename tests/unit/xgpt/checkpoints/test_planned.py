@@ -142,8 +142,7 @@ def test_windows_hold_more_requests_than_full_attention() -> None:
 PUBLISHED = json.loads((Path(__file__).parent / "official.json").read_text(encoding="utf-8"))
 """Official config.json files, their sizes only; of each model the config that has its sizes, and the parameters and
 active parameters that its page, its report or vLLM's recipe states, in billions; and of each of vLLM's recipes for
-models that generate text the model that has its sizes, and how these are known, or why they are not.
-"""
+models that generate text the model that has its sizes, and how these are known, or why they are not."""
 
 
 def official(name: str) -> ModelSpec:

@@ -263,8 +263,7 @@ def test_a_model_that_a_shell_would_fill_in_is_asked_for() -> None:
 
 def test_layers_with_windows_keep_the_window_and_the_steps_in_flight() -> None:
     """A request of 65,536 tokens of Gemma 3 27B takes 11.9 GiB by vLLM 0.32's `SlidingWindowSpec`: 5 in 10 layers, and
-    6.9 in 52 with a window of 1,024 and two steps of 8,192 tokens in flight; 31 GiB if windows keep every token.
-    """
+    6.9 in 52 with a window of 1,024 and two steps of 8,192 tokens in flight; 31 GiB if windows keep every token."""
     command, asked = "vllm serve m --max-model-len 65536", {"model": "gemma-3-27b", "cluster": "h100x1"}
     assert compared(command, **asked).current is not None
     with pytest.raises(InfeasibleError, match="would not start"):

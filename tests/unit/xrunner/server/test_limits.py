@@ -151,8 +151,7 @@ def test_limits_of_one_key_leave_the_others_alone() -> None:
 @pytest.mark.parametrize("order", few(get_args(AdmissionOrder), 2))
 def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: AdmissionOrder) -> None:
     """On the simulated clock, by the rule that serves; each sends 1.5 times what the engine can do, b longer outputs.
-    Before, both got the half.
-    """
+    Before, both got the half."""
     rng = np.random.default_rng(0)
     capacity_per_s = 8 / 0.010  # tokens: eight places, steps of ten milliseconds
     requests, now_s = [], 0.0

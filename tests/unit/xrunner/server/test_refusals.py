@@ -122,8 +122,7 @@ DEEP: dict[str, tuple[str, Callable[[int], str]]] = {
 @pytest.mark.parametrize("name", few(DEEP))
 def test_what_nests_too_deeply_is_refused_at_every_depth(name: str, url: str) -> None:
     """What can just be decoded once was too deep to be encoded again, some calls further down: a 500, and a process
-    that renders templates was lost.
-    """
+    that renders templates was lost."""
     path, body = DEEP[name]
     with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
         found = [client.post(path, content=body(depth)).status_code for depth in (10, *range(880, 1010))]

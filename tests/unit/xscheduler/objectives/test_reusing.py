@@ -108,8 +108,7 @@ def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
     options: dict[str, float], tmp_path: Path
 ) -> None:
     """A turn enters before the answer that it goes on from, where that still runs: a tenth less is found, which made
-    the plan promise 12 to 14% more than it served.
-    """
+    the plan promise 12 to 14% more than it served."""
     path = tmp_path / "conversations.jsonl"
     path.write_text(write(conversations(2500, np.random.default_rng(len(options)), **options)))
     found = xgpt.plan(**PROBLEM, workload=path, objective="saturated")
@@ -122,8 +121,7 @@ def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
 @pytest.mark.long
 def test_replanning_counts_on_what_is_found(plan: Plan, path: Path, tmp_path: Path) -> None:
     """Hits that appear under a plan that counts on none bring one that does, and those that vanish one that does not;
-    both gain what the planner gains of the trace itself.
-    """
+    both gain what the planner gains of the trace itself."""
     lengths = tmp_path / "lengths.csv"
     rows = _rows(path)
     lengths.write_text("input,output\n" + "".join(f"{i},{o}\n" for i, o in zip(*rows[:2], strict=True)))

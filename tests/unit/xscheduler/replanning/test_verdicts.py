@@ -228,8 +228,7 @@ def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smal
 @pytest.mark.parametrize(("rate", "least_s", "most_s"), few([(3.0, 15, 60), (None, 8, 20)]))
 def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, least_s: float, most_s: float) -> None:
     """Outputs four times as long take longer than the bound under any plan. The plan that is nearest to it must also
-    hold the rate at which requests arrive.
-    """
+    hold the rate at which requests arrive."""
     decision, plan = propose(running(), OF.profile, observed(1.0, 4.0, rate))
     assert decision.running.keeps_bound is False and decision.best is not None and decision.best.keeps_bound is False
     rates = f"{decision.best.arrival_rate_per_s:.3g} requests/s, the running one up to "
@@ -265,8 +264,7 @@ def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -
 
 class TwoPlans(ArrivalsJudge):
     """Knows two plans: small batches keep the bound of 8 s up to 3.5 requests/s, and serve 4.5 at saturation; large
-    ones keep it up to 3, and serve 13.5; under bounds above 12 s large ones keep up to 9, and small ones up to 4.
-    """
+    ones keep it up to 3, and serve 13.5; under bounds above 12 s large ones keep up to 9, and small ones up to 4."""
 
     def plan_of(self, *, is_large: bool) -> Plan:
         is_wide = (self.plan.constraint.latency_bound_s or 0.0) > 12
@@ -289,8 +287,7 @@ class TwoPlans(ArrivalsJudge):
 
 def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
     """A cut from 128 to 2 running requests at 2 requests/s was never undone at 6/s, since the plan of large batches
-    keeps the bound only at a lower rate.
-    """
+    keeps the bound only at a lower rate."""
 
     def judged_at(rate: float, plan: Plan) -> Verdict:
         return decide(TwoPlans(Situation.of(plan, OF.profile, observed(1.0, 1.0, rate)), Terms()))
@@ -310,8 +307,7 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
 
 def test_a_plan_that_serves_less_never_takes_over_while_more_requests_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """More arrive than any plan serves; the plan for a wider bound serves more than the one for the bound, but less
-    than the running one.
-    """
+    than the running one."""
 
     def outcome(throughput_rps: float, rate: float) -> Outcome:
         return Outcome(
