@@ -57,15 +57,26 @@ class Size(NamedTuple):
         return self.predicted / self.logged - 1
 
 
-def sizes() -> Iterator[Size]:
+def rows() -> list[dict[str, str]]:
     with (FOLDER / "sizes.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            logged = float(row["kv_tokens"] or row["kv_gib"])
-            words = [row["model"], row["dtype"], f"TP {row['tp']}" + (f" PP {row['pp']}" if row["pp"] != "1" else "")]
-            words[1:1] = [row["cluster"].rpartition("x")[0].strip("-")] if row["cluster"] != "h100x8" else []
-            words += [f"{row['max_num_seqs']} x {row['max_num_batched_tokens']}", row["share"]]
-            words += [row["runs"]] if row["runs"] else []
-            yield Size(", ".join(words), row["engine"], logged, predicted(row), row["fitted"] == "yes", row["source"])
+        return list(csv.DictReader(file))
+
+
+def sizes() -> Iterator[Size]:
+    return map(size_of, rows())
+
+
+def size_of(row: dict[str, str]) -> Size:
+    logged = float(row["kv_tokens"] or row["kv_gib"])
+    return Size(setting_of(row), row["engine"], logged, predicted(row), row["fitted"] == "yes", row["source"])
+
+
+def setting_of(row: dict[str, str]) -> str:
+    words = [row["model"], row["dtype"], f"TP {row['tp']}" + (f" PP {row['pp']}" if row["pp"] != "1" else "")]
+    words[1:1] = [row["cluster"].rpartition("x")[0].strip("-")] if row["cluster"] != "h100x8" else []
+    words += [f"{row['max_num_seqs']} x {row['max_num_batched_tokens']}", row["share"]]
+    words += [row["runs"]] if row["runs"] else []
+    return ", ".join(words)
 
 
 def command_of(row: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,6 +37,10 @@ with suppress(ModuleNotFoundError):  # vLLM's environment does without it
         suppress_health_check=every,
     )
     settings.load_profile("tests")
+
+# Tests start many processes, which take what Python has compiled from files.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell starts jobs in the background with Ctrl-C ignored, and all processes of tests would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)

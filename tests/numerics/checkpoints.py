@@ -192,23 +192,23 @@ T5_SHAPES = {
 T5_START = 5
 
 FAMILIES = {
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, GPT_OSS_SHAPES),
-    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM, DEEPSEEK_V2_SHAPES),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, DEEPSEEK_V3_SHAPES),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2_SHAPES),
-    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3_SHAPES),
-    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA_SHAPES),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, MISTRAL_SHAPES),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, MIXTRAL_SHAPES),
-    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, OPT_SHAPES),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, PHI3_SHAPES),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2_SHAPES),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3_SHAPES),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, QWEN3_MOE_SHAPES),
-    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5_SHAPES),
+    "gpt_oss": GPT_OSS_SHAPES,
+    "deepseek_v2": DEEPSEEK_V2_SHAPES,
+    "deepseek_v3": DEEPSEEK_V3_SHAPES,
+    "gemma2": GEMMA2_SHAPES,
+    "gemma3_text": GEMMA3_SHAPES,
+    "gpt2": GPT2_SHAPES,
+    "llama": LLAMA_SHAPES,
+    "mistral": MISTRAL_SHAPES,
+    "mixtral": MIXTRAL_SHAPES,
+    "opt": OPT_SHAPES,
+    "phi3": PHI3_SHAPES,
+    "qwen2": QWEN2_SHAPES,
+    "qwen3": QWEN3_SHAPES,
+    "qwen3_moe": QWEN3_MOE_SHAPES,
+    "t5": T5_SHAPES,
 }
-CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
+CHECKPOINTS = [f"{family}-{shape}" for family, shapes in FAMILIES.items() for shape in shapes]
 
 
 WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
@@ -270,14 +270,23 @@ def random_shape(rng, family):
     return tied | sizes | rope | ({} if no_bias else {"attention_bias": one_of(True, False)})
 
 
+def classes_of(family):
+    """Return the classes of `transformers` for a family's config and model."""
+    config_class = transformers.CONFIG_MAPPING[family]
+    models = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if family == "t5":
+        models = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return config_class, models[config_class]
+
+
 def save(directory, family, shape, dtype=torch.float32):
     """Save seeded weights, large enough to tell tokens apart; in half precision layers keep to trained magnitude, since
     larger ones multiply the errors of rounding. `shape` is a name, or settings of its own.
 
     Returns the directory and the transformers model, which computes in float32 with the weights that were saved.
     """
-    config_class, model_class, shapes = FAMILIES[family]
-    settings = dict(shapes[shape] if isinstance(shape, str) else shape)
+    config_class, model_class = classes_of(family)
+    settings = dict(FAMILIES[family][shape] if isinstance(shape, str) else shape)
     settings |= {"word_embed_proj_dim": settings["hidden_size"], "dropout": 0.0} if family == "opt" else {}
     settings |= {"decoder_start_token_id": T5_START} if family == "t5" else {"max_position_embeddings": CONTEXT}
     settings |= {"bos_token_id": 2, "eos_token_id": 2}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
+from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS, classes_of
 from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
@@ -62,7 +62,8 @@ def fields_of(family):
         | config_fields.COMMON
         | UNREAD
     )
-    theirs = FAMILIES[family][0]().to_dict().keys() | FAMILIES[family][0].attribute_map.keys()
+    config_class, _ = classes_of(family)
+    theirs = config_class().to_dict().keys() | config_class.attribute_map.keys()
     return sorted((known | config_fields.NOTHING.keys() | theirs | {"embedding_multiplier"}) - {"model_type"})
 
 
@@ -122,7 +123,7 @@ CASES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_changed_field_gives_equal_logits_or_is_refused(checkpoint, tmp_path, family, name):
-    directory, _ = checkpoint(next(f"{family}-{shape}" for shape in FAMILIES[family][2]))
+    directory, _ = checkpoint(next(f"{family}-{shape}" for shape in FAMILIES[family]))
     config = json.loads((directory / "config.json").read_text())
     logits = own_logits(directory)
     assert torch.allclose(logits, their_logits(directory, family, logits[:-1].argmax(-1).tolist()), rtol=0, atol=1e-3)

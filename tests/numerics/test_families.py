@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import (
@@ -168,6 +167,8 @@ def but_for_other_experts(name, figures, *, reverse=False):
 
 def test_norms_of_gemma_add_one_in_float32():
     """As in transformers: in bfloat16, 1 + weight would have eight bits."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     weight = (0.05 * torch.randn(256, generator=generator)).bfloat16()

@@ -87,7 +87,7 @@ def tokens_of(stages, sampling=None):
     return records
 
 
-FIRST = [f"{family}-{next(iter(shapes))}" for family, (*_, shapes) in FAMILIES.items()]
+FIRST = [f"{family}-{next(iter(shapes))}" for family, shapes in FAMILIES.items()]
 """A checkpoint of each family."""
 
 
