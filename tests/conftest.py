@@ -12,9 +12,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
+import httpx
+import httpx._transports.default
 import pytest
 
 from tests.heap import set_heap_aside
@@ -51,6 +54,9 @@ if shutil.which("nvidia-smi") is None:
     # Triton looks when it is first imported: kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+# Each client that httpx makes reads the machine's certificates, which takes 20 ms of a processor.
+httpx._transports.default.create_ssl_context = lru_cache(httpx.create_ssl_context)
 
 # Hardly anything of what is loaded for a collection of tests is ever garbage.
 gc.disable()
