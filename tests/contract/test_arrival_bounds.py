@@ -444,7 +444,7 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     monkeypatch.setattr(capacity, "run_of", run_of)
     assert stages and all(stages)
     assert plan.search.gap is not None
-    assert plan.search.gap < 0.12
+    assert plan.search.gap < 0.07
     assert ALL_SETTINGS in plan.search.bound
     most = (1 + plan.search.gap) * rate_of(plan)
     for max_batch in (6, 9, 12, 512):

@@ -43,7 +43,7 @@ FEW = 12.0
 """Settings are simulated if at most this mean number of requests is in a replica."""
 WIDE = 1.08
 """They are simulated if a bound exceeds the best rate by this factor."""
-MOST_RUNS = 1500
+MOST_RUNS = 3000
 AT_ONCE = 4096
 """Number of settings that are predicted together."""
 ALL_SETTINGS = "; where few requests run, simulations of every setting"
@@ -159,9 +159,10 @@ class EverySetting:
         trials = self._trial.on(base, profile), self._long.on(base, profile)
         rows, rate = settings.rows, at_least
         with suppress(_TooManyError):
-            while rows and rate < bound:
+            while rate < bound:
                 outcome = partial(self._outcome, trials, settings, rate)
-                rows = _kept_rows(rows, partial(settings.able, rate=rate), outcome)
+                if not (rows := _kept_rows(rows, partial(settings.able, rate=rate), outcome)):
+                    break
                 rate *= STEP
             return rate
         return None
