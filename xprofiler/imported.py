@@ -27,6 +27,7 @@ from xgpt.core.schema import (
     Curve,
     DType,
     EngineSpec,
+    Experts,
     LayerTimes,
     ModelSpec,
     Part,
@@ -165,8 +166,14 @@ class ImportedLayers:
             return
         known = [{group for group in table.groups if group[0] in degrees} for table in self._experts.values()]
         groups, usual = set.intersection(*known), set(analytic.groups(self.spec, self._cluster))
-        if not groups:
-            self.tables.provenance["experts"] = "datasheet: no table has this shape in this type"
+        if not groups and (near := [table.nearest for table in self._experts.values() if table.nearest.groups]):
+            width_in, each = near[0].width_in, near[0].experts
+            self.tables.provenance["experts"] = (
+                f"of {each.number} experts of {each.ffn_size}, {each.active} active, hidden size {width_in}, the "
+                "nearest shape in the tables: scaled by the datasheet's ratios"
+            )
+        elif not groups:
+            self.tables.provenance["experts"] = "datasheet: no table has a shape in this type"
         elif usual - groups:
             of_missing = ", ".join(f"{t} devices in {ep} parts" for t, ep in sorted(usual - groups))
             self.tables.provenance["experts"] = f"of {of_missing}: scaled by the datasheet's ratios"
@@ -285,13 +292,13 @@ class ImportedLayers:
         return found
 
     def _routed(self, kind: Block, group: tuple[int, int]) -> Array:
-        """Return the seconds of the routed experts. If the group was not measured, the nearest group's times are scaled
-        by the ratio of rooflines. # [tokens]
+        """Return the seconds of the routed experts. If the group or the shape was not measured, the nearest one's times
+        are scaled by the ratio of rooflines. # [tokens]
         """
         assert kind.experts is not None
-        experts, params, stored = kind.experts, self.spec.sizes.expert(kind), self._stored("experts")
+        experts, stored, sizes = kind.experts, self._stored("experts"), self.spec.sizes
 
-        def roofline(group: tuple[int, int]) -> Array:
+        def roofline(experts: Experts, params: int, group: tuple[int, int]) -> Array:
             routing, each = Routing(experts, group[1]), params / (group[0] // group[1])
             return np.asarray([self.kernels.grouped(n, each, routing, stored) for n in TOKENS])
 
@@ -301,11 +308,13 @@ class ImportedLayers:
             return np.minimum(table.seconds(tokens, *group), self._unpacked(halves, stored, group))
         if group in table.groups:
             return table.seconds(tokens, *group)
-        if not table.groups:
-            return roofline(group)
+        own, near = roofline(experts, sizes.expert(kind), group), table.nearest
+        if not near.groups:
+            return own
         t, ep = group
-        near = min(table.groups, key=lambda other: (abs(np.log(other[0] / t)), abs(np.log(other[1] / ep))))
-        return table.seconds(tokens, *near) * roofline(group) / roofline(near)
+        like = min(near.groups, key=lambda other: (abs(np.log(other[0] / t)), abs(np.log(other[1] / ep))))
+        params = sizes.products * near.width_in * near.experts.ffn_size
+        return near.seconds(tokens, *like) * own / roofline(near.experts, params, like)
 
     def _unpacked(self, halves: ExpertTable, stored: Quantization | None, group: tuple[int, int]) -> Array:
         """Return the seconds of experts with 4-bit weights, estimated from those in half precision (`halves`). #

@@ -22,6 +22,7 @@ from tests.unit.xprofiler.test_imported import (
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Experts, LatentAttention, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
+from xprofiler.experts import Routing
 
 EXPERTS = Experts(number=16, active=4, ffn_size=512, skew=1.2)
 MOE = SPEC.model_copy(update={"family": "mixtral", "experts": EXPERTS, "ffn_size": 512})
@@ -151,11 +152,23 @@ def test_stored_weights_have_products_of_their_own(tables: Path) -> None:
         made(tables, MOE.model_copy(update={"quantization": Quantization(kind="int8")}))
 
 
-def test_experts_that_were_not_measured_are_the_datasheets(tables: Path) -> None:
-    other = MOE.model_copy(update={"experts": EXPERTS.model_copy(update={"number": 24})})
-    profile = made(tables, other)
-    assert profile.provenance["experts"].startswith("datasheet")
-    assert profile.groups == ((1, 1), (2, 1), (2, 2))
+def test_experts_of_a_shape_without_a_table_are_those_of_the_nearest_shape_scaled_by_rooflines(tables: Path) -> None:
+    known, other = (made(tables, MOE.but(experts=EXPERTS.but(number=number))) for number in (16, 24))
+    assert other.provenance["experts"].startswith("of 16 experts of 512, 4 active, hidden size 1024, the nearest shape")
+    assert other.groups == ((1, 1), (2, 1), (2, 2))
+    kernels, params = analytic.Kernels(H100, "bfloat16"), 3 * 1024 * 512
+    saved = 0.0  # by two slices instead of one, in which the router takes the same time
+    for slices, sign in ((1, 1), (2, -1)):
+        own, near = (kernels.grouped(16, params / slices, Routing(EXPERTS.but(number=n))) for n in (24, 16))
+        saved += sign * expert_ms(16, slices, 1, True) / 1e3 * (own / near - 1)
+    differ = [rest(profile, (1, 1), 16) - rest(profile, (2, 1), 16) for profile in (other, known)]
+    assert saved > 0
+    assert differ[0] - differ[1] == pytest.approx(saved, rel=1e-6)
+
+
+def test_experts_of_a_type_without_a_table_are_the_datasheets(tables: Path) -> None:
+    stored = MOE.model_copy(update={"quantization": Quantization(kind="nvfp4", kept=("attention", "dense", "shared"))})
+    assert made(tables, stored).provenance["experts"].startswith("datasheet")
 
 
 def test_latent_attention_has_its_products_in_its_own_table(tables: Path) -> None:
