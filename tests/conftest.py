@@ -22,7 +22,7 @@ import pytest
 
 from tests.heap import set_heap_aside
 from tests.kernels import compile_all
-from tests.rings import examples
+from tests.rings import examples, shorten
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
 
@@ -125,26 +125,12 @@ def _logging_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are verified with a tenth of the requests: for tests of what is chosen and said, not of its figures."""
-    _shorten(monkeypatch)
+    shorten(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def short_simulations_here() -> Iterator[None]:
     """The same for all tests of a file, and for what they share."""
     with pytest.MonkeyPatch.context() as patch:
-        _shorten(patch)
+        shorten(patch)
         yield
-
-
-def _shorten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xscheduler.objectives import saturation  # vLLM's environment collects tests without the planner's packages
-    from xsimulator import capacity
-
-    for search in (capacity.CapacitySearch, capacity.Trial):
-        monkeypatch.setitem(search.__init__.__kwdefaults__, "least_requests", 200)  # type: ignore[misc]
-    for module, figures in (
-        (capacity, {"LEAST_WARM_UP": 16, "LIFETIMES": 1}),
-        (saturation, {"LEAST_REQUESTS": 200, "MOST_REQUESTS": 500, "LIFETIMES": 2}),
-    ):
-        for name, value in figures.items():
-            monkeypatch.setattr(module, name, value)

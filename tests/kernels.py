@@ -25,7 +25,7 @@ def compile_all(cache: Path, *, wait: bool) -> None:
     newest = max(file.stat().st_mtime_ns for room in rooms for file in room.rglob("*.py"))
     shared = cache / f"tests-{newest}"
     shared.mkdir(parents=True, exist_ok=True)
-    for name, compile_kernel in (kernels() | simulations()).items():
+    for name, compile_kernel in kernels().items():
         done = shared / f"{name}.done"
         if done.exists():
             continue
@@ -40,14 +40,16 @@ def compile_all(cache: Path, *, wait: bool) -> None:
 
 
 def kernels() -> dict[str, Callable[[], object]]:
-    """Return what compiles each group of kernels, those that take longest first."""
+    """Return what compiles each group of kernels and simulations, those that take longest first."""
     import torch
 
     from xrunner import cpu
     from xrunner.packing.choice import layouts_of, pack
+    from xsimulator.counts import counted_run
 
+    found: dict[str, Callable[[], object]] = {"counts": counted_run.main}
     if not cpu.BACKENDS:
-        return {}
+        return found
 
     def attend(kept: torch.dtype) -> None:
         import numpy as np
@@ -63,22 +65,9 @@ def kernels() -> dict[str, Callable[[], object]]:
         assert product is not None
         product(torch.ones(1, 32), None)
 
-    found: dict[str, Callable[[], object]] = {
+    found |= {
         f"attention-{kept}".replace("torch.", ""): partial(attend, kept)
         for kept in (torch.float32, *((torch.bfloat16, torch.int8) if ALL else ()))
     }
     dtypes: list[DType] = [dtype for dtype in ("float32", "bfloat16", "int8") if layouts_of(dtype)]
     return found | {f"products-{dtype}": partial(multiply, dtype) for dtype in dtypes}
-
-
-def simulations() -> dict[str, Callable[[], object]]:
-    """Return what compiles the simulations by counts."""
-    from tests.contract.scenarios import problem
-    from xscheduler.schedule import scheduler
-    from xsimulator.capacity import capacity
-
-    def count(kind: str, cluster: str) -> None:
-        subject = problem("opt-125m", cluster, "chat-short", latency_bound_s=20.0)
-        capacity(scheduler(subject).best([kind]), subject.profile, edges=False)
-
-    return {"counts-one-lane": partial(count, "orca", "v100x1"), "counts-two-lanes": partial(count, "waa", "a40x4")}

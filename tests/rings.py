@@ -51,5 +51,20 @@ def known(cases: Iterable[Any], some: int) -> Callable[[T], T]:
     return add
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify plans with a tenth of the requests."""
+    from xscheduler.objectives import saturation  # vLLM's environment collects tests without the planner's packages
+    from xsimulator import capacity
+
+    for search in (capacity.CapacitySearch, capacity.Trial):
+        monkeypatch.setitem(search.__init__.__kwdefaults__, "least_requests", 200)  # type: ignore[misc]
+    for module, figures in (
+        (capacity, {"LEAST_WARM_UP": 16, "LIFETIMES": 1}),
+        (saturation, {"LEAST_REQUESTS": 200, "MOST_REQUESTS": 500, "LIFETIMES": 2}),
+    ):
+        for name, value in figures.items():
+            monkeypatch.setattr(module, name, value)
+
+
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)

@@ -74,18 +74,19 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
     If no replica accepts requests, a request goes to the next replica that starts. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
+    times_s = np.asarray([(replica.from_s, replica.to_s) for replica in replicas])
     return _routed(
-        requests.arrivals_s,
-        requests.outputs,
-        np.asarray([(replica.from_s, replica.to_s) for replica in replicas]),
+        np.array(requests.arrivals_s, float),  # copies: a writable array and one that is not have code of their own
+        np.array(requests.outputs, np.int64),
+        times_s,
+        np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy(),
         np.asarray([1 / max(max(kinds[replica.kind].rates_per_s), 1e-9) for replica in replicas]),
         np.asarray([(plan.ttft_s, plan.tpot_s) for plan in plans], float),
     )
 
 
 @kept
-def _routed(arrivals_s, outputs, times_s, weights, paces_s):
-    to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
+def _routed(arrivals_s, outputs, times_s, to_come, weights, paces_s):
     num_to_come, num_open, closes_s = len(to_come), 0, inf
     open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)
     leaving = [(inf, np.int64(0))]

@@ -70,7 +70,7 @@ def test_vllm_runs_at_most_one_request_for_each_token_of_a_step() -> None:
 
 @pytest.mark.usefixtures("short_simulations")
 def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:
-    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(1500))
+    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(500))
     Path("day.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows)
     ran = xgpt("plan", "--latency-bound", "8", *ON[:-2], "--workload", "day.csv", "--engine", "vllm")
     assert ran.code == 0, ran.err
@@ -81,13 +81,13 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert re.match(r"Run llama-3.1-8b: chunked, TP1 on 1 x h100-80gb-hbm3, vLLM", text), "the fewest that hold the log"
     assert re.search(r"Your load: 2(\.\d+)?/s at its busiest \(\+\d+:\d\d", text)
-    assert "replayed, it keeps the bounds for all of 1,500 requests" in text and "Devices: 1" in text
+    assert "replayed, it keeps the bounds for all of 500 requests" in text and "Devices: 1" in text
     plan = load_json(Path("plan.json"), Plan, "plan")
     assert plan.recommendation is not None and plan.recommendation.best.num_devices == plan.num_devices == 1
     assert plan.recommendation.best.rate_per_s.value == rate_of(plan)
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the figures cover only the first 50 of 1500 requests; --requests all replays" in ran.err
+    assert "note: the figures cover only the first 50 of 500 requests; --requests all replays" in ran.err
     assert "requests/s" in ran.out and "bound" in ran.out and "_" not in ran.out, "words and bounds, no fields' names"
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")

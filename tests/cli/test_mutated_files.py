@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.commands import PROBLEM
-from tests.rings import examples, few
+from tests.rings import examples, few, shorten
 from xgpt.cli import main
 
 VALUES: list[Any] = [
@@ -55,6 +55,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A plan of each policy, and a profile. K/V is small, so an output of 100,000 tokens is refused, not simulated."""
     with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
         path = tmp_path_factory.mktemp("mutated")
         patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
         patch.chdir(path)

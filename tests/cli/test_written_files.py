@@ -106,7 +106,7 @@ def test_no_file_is_named_like_standard_output(xgpt: Xgpt) -> None:
 
 @pytest.mark.usefixtures("short_simulations")
 def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
-    plan = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "rra", "--objective", "saturated")
+    plan = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--objective", "saturated")
     for _ in range(2):
         ran = xgpt(*plan)
         assert ran.code == 0 and "wrote plan.json\n" in ran.err

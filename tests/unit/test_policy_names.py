@@ -29,10 +29,13 @@ ALLOWED = {
 }
 NAMES = set(FORECASTS)
 CLASSES = {forecast.settings.__name__ for forecast in FORECASTS.values()}
+ANY = re.compile("|".join(NAMES | CLASSES), re.IGNORECASE)
 
 
 def named(source: str) -> Iterator[str]:
     """Policies that code names: as a string, by their settings, or in a name of its own; not in docstrings."""
+    if not ANY.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Constant(value=str(text)) if text in NAMES:

@@ -11,6 +11,8 @@ import select
 import stat
 import tempfile
 from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -152,7 +154,7 @@ def read_text(path: Path, field: str) -> str:
 
 def load_yaml(path: Path, field: str) -> Any:
     try:
-        documents = read_yaml(read_text(path, field))
+        documents = deepcopy(_documents(read_text(path, field)))
     except Excess as error:
         raise InputError(field, str(path), f"{error}; give a smaller, flat file") from None
     except ValueError as error:
@@ -162,6 +164,9 @@ def load_yaml(path: Path, field: str) -> Any:
     if len(documents) > 1:
         raise InputError(field, str(path), f"it has {len(documents)} documents; give a file with one")
     return documents[0]
+
+
+_documents = lru_cache(maxsize=256)(read_yaml)  # a search reads the same few files again and again
 
 
 FIELDS_OF_FILES = {
