@@ -117,19 +117,18 @@ def _by_counts(plan: PlanDraft, profile: Profile, workload: Workload, parts: Par
     """Replay by counts, with mean step times, or return None if the plan cannot be simulated by counts. The times of
     requests equal those of `_by_steps`, but gaps between single tokens and idle shares are not known.
     """
-    found, logs, preempted, longest = [], [], 0, workload.output.lengths[-1]
+    found, sums, preempted, longest = [], np.zeros(4, int), 0, workload.output.lengths[-1]
     begin_ns, end_ns, unknown = np.inf, 0.0, float("nan")
     for own, part in parts:
-        run = _counted(plan, profile, part, longest, len(own), is_logged=True)
+        run = _counted(plan, profile, part, longest, len(own))
         if run is None:
             return None
         found.append((own, _times(plan, run, part.take(np.arange(len(own))))))
-        logs.append(run.log)
+        sums += run.step_sums
         preempted += int(np.count_nonzero(run.state.requests["made"][: len(own)]))
-        begin_ns = min(begin_ns, float(run.log["start_ns"].min()))
+        begin_ns = min(begin_ns, float(run.state.requests["admitted_ns"][: len(own)].min()))
         end_ns = max(end_ns, float(np.max(run.end_ns[: len(own)])))
     window_s, tokens = (end_ns - begin_ns) / 1e9, sum(int(part.output[: len(own)].sum()) for own, part in parts)
-    encodes, decodes = (np.concatenate([log[name][log[name] > 0] for log in logs]) for name in ("encodes", "decodes"))
     measured = Measured(
         num_requests=count,
         window_s=window_s,
@@ -140,8 +139,8 @@ def _by_counts(plan: PlanDraft, profile: Profile, workload: Workload, parts: Par
         ttft_s=unknown,
         itl_p99_s=unknown,
         preemptions=preempted,
-        encode_batch=float(encodes.mean()) if len(encodes) else 0.0,
-        decode_batch=float(decodes.mean()) if len(decodes) else 0.0,
+        encode_batch=float(sums[1] / max(sums[0], 1)),
+        decode_batch=float(sums[3] / max(sums[2], 1)),
         latencies_s=np.zeros(0),
     )
     return Simulated(plan, measured, (), (), _together(count, found))
@@ -151,9 +150,7 @@ def _requests(plan: PlanDraft, load: LogLoad) -> TraceLengths:
     return load.requests if plan.shares_prompts else load.requests._replace(prefixes=None)
 
 
-def _counted(
-    plan: PlanDraft, profile: Profile, part: TraceLengths, longest: int, count: int, *, is_logged: bool = False
-) -> Run | None:
+def _counted(plan: PlanDraft, profile: Profile, part: TraceLengths, longest: int, count: int) -> Run | None:
     """Run a replica's requests by counts, with mean step times, until the first `count` have ended. Return None if its
     arrivals cannot be counted.
     """
@@ -161,7 +158,7 @@ def _counted(
     if plan.constraint.classes or plan.speculation is not None or is_reuse_unknown or part.timestamp_s is None:
         return None
     stream = Stream(part.input, part.output, longest, _arrivals_ns(part))
-    run = counted(plan, profile, stream, part.prefixes, is_logged=is_logged)
+    run = counted(plan, profile, stream, part.prefixes)
     if run is not None:
         run.run(KeptBounds((), 0, count))
     return run

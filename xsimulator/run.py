@@ -326,7 +326,7 @@ def _counted_at_once(
 
 
 def counted(
-    plan: PlanDraft, profile: Profile, stream: Stream, prefixes: TracePrefixes | None = None, *, is_logged: bool
+    plan: PlanDraft, profile: Profile, stream: Stream, prefixes: TracePrefixes | None = None, *, is_logged: bool = False
 ) -> Run | None:
     from xsimulator.counts.counted_run import counted_run  # imported here, since importing numba takes half a second
 

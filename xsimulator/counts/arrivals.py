@@ -103,7 +103,7 @@ STEP = np.dtype(
 
 PIECE = np.dtype(_fields("request start length"))
 
-LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
+LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes left"))
 """A settled step. left: number of requests of its micro-batch that decode after the step."""
 
 LANE = np.dtype(
@@ -116,7 +116,7 @@ LANE = np.dtype(
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
-    + _fields("num_decode_steps buffer_steps")
+    + _fields("num_decode_steps buffer_steps encode_steps num_pieces_run decode_steps num_decoded")
     + _fields("adjustment decode_batch credit encode_tokens", np.float64)
 )
 """The counts and settings of a schedule.
@@ -138,6 +138,8 @@ LANE = np.dtype(
   move to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
   their prompts ended.
 - num_decode: under waa, the number of micro-batches of the decode lane.
+- encode_steps, decode_steps: numbers of settled steps with prompts and with decodes, in which num_pieces_run pieces of
+  prompts and num_decoded tokens were computed.
 - occupies: whether a transfer takes compute time of the devices.
 """
 
@@ -365,6 +367,12 @@ class Run(ABC):
     @property
     def end_ns(self) -> npt.NDArray[np.int64]:
         return self.state.requests["end_ns"]
+
+    @property
+    def step_sums(self) -> Ints:
+        """The numbers of steps with prompts, of pieces of prompts in them, of steps that decode, of tokens in these."""
+        lane = self.state.lane[0]
+        return np.array([lane[name] for name in ("encode_steps", "num_pieces_run", "decode_steps", "num_decoded")])
 
     @property
     def log(self) -> Any:

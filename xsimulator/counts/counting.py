@@ -298,7 +298,12 @@ def settled(s, lane, step):
         logged = s.log[lane.num_settled]
         logged.start_ns, logged.end_ns, logged.lane = step.start_ns, step.end_ns, step.lane
         logged.batch, logged.decodes, logged.left = step.batch, step.decodes, s.batches[step.batch].decoding
-        logged.encodes = step.last_piece - step.first_piece
+    if step.last_piece > step.first_piece:
+        lane.encode_steps += 1
+        lane.num_pieces_run += step.last_piece - step.first_piece
+    if step.decodes:
+        lane.decode_steps += 1
+        lane.num_decoded += step.decodes
     lane.num_settled += 1
 
 
@@ -361,4 +366,6 @@ def decode_on(s, lane, tables, free_ns):
     batch.since_encode += most - left
     batch.num_decode_steps += most - left
     lane.num_settled += most - left
+    lane.decode_steps += most - left
+    lane.num_decoded += (most - left) * decodes
     lane.now_ns = free_ns[0] = now_ns
