@@ -25,7 +25,7 @@ from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes
-from xsimulator.session_rate import PRECISION, session_capacity
+from xsimulator.session_rate import PRECISION, SessionTrial, session_capacity
 
 LEAST_REQUESTS = 2000
 LEAST_WARM_UP = 128
@@ -319,7 +319,8 @@ def capacity(
     if not plan.constraint.bounds_latency:
         return None
     if plan.workload.sessions is not None:
-        return session_capacity(plan, profile, predicted)[0]
+        trial = SessionTrial(plan, profile)
+        return session_capacity(trial, trial.highest(predicted and predicted / trial.turns))[0]
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
 
 

@@ -1,7 +1,10 @@
 """Find by simulation the highest rate of sessions at which a plan keeps its bounds.
 
-Every rate is simulated with the same sessions, whose starts are scaled to the rate. One replica is simulated with its
-share of the sessions: all turns of a session go to the replica of its first turn.
+Every rate is simulated with the same sessions, again and again, whose starts are scaled to the rate. One replica is
+simulated with its share of the sessions: all turns of a session go to the replica of its first turn.
+
+A rate just above what is kept for ever is kept for many lives of a session, until evictions have made more of them. So
+runs are long, and sessions may hardly pile up in them.
 """
 
 from __future__ import annotations
@@ -18,22 +21,42 @@ from xgpt.core.schema import Capacity, Constraint, PlanDraft, Profile
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.workload import SessionLaw
 from xgpt.core.sessions import repeated, sample_of, turns_of
-from xgpt.core.turns import FIRST, Floats
+from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
 from xsimulator.benchmarked import times_at
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.measures import RequestTimes
-from xsimulator.session_routes import Route, run_routed
+from xsimulator.session_routes import Route, counts_routes, run_routed
 from xsimulator.sessions import TurnTimes, counted_turns, run_sessions, shared_tokens
 
-LARGEST_RUN = 60_000
-"""Largest number of turns of a run, unless four samples have more. The first and the last quarter do not count, so that
-what counts is whole samples.
-"""
-LIFETIMES, STEADY = 4.0, 2.5
-"""Sessions begin over at least so many times the pauses of one session, if `LARGEST_RUN` permits. A rate at which they
-begin over fewer than `STEADY` times counts as not kept, since the run never is in a steady state.
-"""
+
+class RunLength(NamedTuple):
+    """How long a run is. The first and the last quarter of its sessions do not count.
+
+    Attributes:
+        samples: it repeats the law's sample (`sample_of`) at least so many times, a multiple of four.
+        lives: sessions begin over at least so many times the mean life of a session, if `most_turns` permits.
+        most_turns: the largest number of turns, unless `LEAST_SAMPLES` have more.
+    """
+
+    samples: int
+    lives: float
+    most_turns: int
+
+    def samples_for(self, life: float, turns: int) -> int:
+        """Return the number of samples of `turns` turns, if a session lives for `life` samples."""
+        most = max(LEAST_SAMPLES, self.most_turns // turns // 4 * 4)
+        return min(max(self.samples, 4 * ceil(self.lives * life / 4)), most)
+
+
+LEAST_SAMPLES = 4
+BY_COUNTS, ON_ENGINE = RunLength(16, 20.0, 240_000), RunLength(LEAST_SAMPLES, 4.0, 60_000)
+STEADY = 2.5
+"""A rate at which sessions begin over fewer lives counts as not kept, since the run never is in a steady state."""
+MOST_PILED_UP = 0.005
+"""Largest share of sessions that may begin and not end."""
+FAR_OVER, FAR_PILED_UP = 1.5, 0.1
+"""A run is made longer unless it is so many times over a bound, or this share of sessions do not end."""
 PRECISION = 0.02
 LEAST_SHARE = 1e-3
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
@@ -45,10 +68,10 @@ def _begun(law: SessionLaw, burstiness: float, copies: int, seed: int) -> tuple[
     """Return the sample's sessions again and again, and when they begin if one begins each second on average.
     # [sessions]
     """
-    sample = sample_of(law, seed)
+    sample, rng = sample_of(law, seed), np.random.default_rng(seed)
     size = sample.turns.num_sessions
-    starts_s = times_at(1.0, burstiness, size, np.random.default_rng(seed))
-    return repeated(sample, copies), (starts_s + size * np.arange(copies)[:, None]).ravel()
+    starts_s = [size * copy + times_at(1.0, burstiness, size, rng) for copy in range(copies)]
+    return repeated(sample, copies), np.concatenate(starts_s)
 
 
 class SessionRun(NamedTuple):
@@ -65,6 +88,7 @@ class SessionTrial:
         keeps_nothing: whether every prompt is computed anew.
         from_host: whether turns load all K/V of their sessions from host memory (see `loads_s`). Sessions must not
             fork, and the plan must be one that can be counted.
+        length: how long runs are. None: as long as they may be for what they cost.
     """
 
     def __init__(
@@ -76,59 +100,58 @@ class SessionTrial:
         route: Route | None = None,
         keeps_nothing: bool = False,
         from_host: bool = False,
+        length: RunLength | None = None,
     ) -> None:
         law = plan.workload.sessions
         assert law is not None
-        self.plan, self._profile = plan, profile
+        self.plan, self.profile, self._law, self._seed = plan, profile, law, seed
         self._lanes = lanes_of(plan, profile)
-        self.turns = turns_of(law)
-        self._route = route
-        sample = sample_of(law, seed)
-        known, size = plan.estimate.capacity, 4 * sample.turns.num_sessions
-        turns_per_s = (known.rate_per_s if known else plan.estimate.throughput_rps) / (
-            plan.replicas if route is None else 1
-        )
-        needed = LIFETIMES * turns_per_s * float(sample.turns.pause_s.mean())
-        times = max(1, min(ceil(needed / size), LARGEST_RUN // (4 * len(sample.input))))
-        count = times * size
-        self.trace, self._starts_s = _begun(law, plan.constraint.burstiness, 4 * times, seed)
-        if keeps_nothing:
-            none = replace(self.trace.turns, common=np.zeros_like(self.trace.turns.common))
-            self.trace = self.trace._replace(sessions=none)
-        self._loads_s = loads_s(plan, self.trace) if from_host else None
-        number = self.trace.turns.session
-        self.counts = (number >= count // 4) & (number < 3 * count // 4)
-        self.num_sessions = count // 2
+        self._sample, self.turns = sample_of(law, seed), turns_of(law)
+        self._route, self._from_host, self._keeps_nothing = route, from_host, keeps_nothing
+        self._length = length or (BY_COUNTS if counts_routes(plan) else ON_ENGINE)
         self._known: dict[float, SessionRun] = {}
-
-    @property
-    def most_share(self) -> float:
-        """Share of prompt tokens that turns would find if nothing were evicted."""
-        return float(np.minimum(self.trace.turns.common, self.trace.input - 1).sum() / self.trace.input.sum())
 
     def at(self, rate: float) -> SessionRun:
         """Return a run in which `rate` sessions a second begin at all replicas together."""
         if rate not in self._known:
-            scale = (self.plan.replicas if self._route is None else 1) / rate
-            span_s = len(self._starts_s) * scale
-            sent = _turned(self.trace, self._starts_s * scale, span_s)
-            if self._loads_s is not None:
-                run = self._from_host(sent, self._loads_s)
-            elif self._route is None:
-                run = run_sessions(self.plan, self._profile, sent, lanes=self._lanes)
-            else:
-                run = run_routed(self.plan, self._profile, sent, self._route, self._lanes)
-            run = replace(run, trace=self.trace)
-            excess = _excess(run, self.counts, self.plan.constraint)
-            lives = per_session(run, self.counts, run.whole_s + run.paused_s)
-            if span_s < STEADY * float(lives.mean()) or _pile_up(run, span_s) > PRECISION:
+            scale, turns = (self.plan.replicas if self._route is None else 1) / rate, len(self._sample.input)
+            each_s, copies, enough = self._sample.turns.num_sessions * scale, 0, LEAST_SAMPLES
+            while copies < enough:
+                copies = enough
+                run, counts = self._run(scale, copies)
+                life_s = float(per_session(run, counts, run.whole_s + run.paused_s).mean())
+                excess, piled_up = _excess(run, counts, self.plan.constraint), _pile_up(run, copies * each_s)
+                if excess < FAR_OVER and piled_up < FAR_PILED_UP:
+                    enough = self._length.samples_for(life_s / each_s, turns)
+            if copies * each_s < STEADY * life_s or piled_up > MOST_PILED_UP:
                 excess = np.inf
-            self._known[rate] = SessionRun(run, excess, self.counts)
+            self._known[rate] = SessionRun(run, excess, counts)
         return self._known[rate]
 
-    def _from_host(self, sent: TraceLengths, loads_s: Floats) -> TurnTimes:
+    def _run(self, scale: float, copies: int) -> tuple[TurnTimes, np.ndarray]:
+        trace, starts_s = _begun(self._law, self.plan.constraint.burstiness, copies, self._seed)
+        if self._keeps_nothing:
+            none = replace(trace.turns, common=np.zeros_like(trace.turns.common))
+            trace = trace._replace(sessions=none)
+        sent = _turned(trace, starts_s * scale, len(starts_s) * scale)
+        if self._from_host:
+            run = self._loaded(sent, trace.turns.common, loads_s(self.plan, trace))
+        elif self._route is None:
+            run = run_sessions(self.plan, self.profile, sent, lanes=self._lanes)
+        else:
+            run = run_routed(self.plan, self.profile, sent, self._route, self._lanes)
+        number, count = trace.turns.session, len(starts_s)
+        return replace(run, trace=trace), (number >= count // 4) & (number < 3 * count // 4)
+
+    @property
+    def most_share(self) -> float:
+        """Share of prompt tokens that turns would find if nothing were evicted."""
+        most = np.minimum(self._sample.turns.common, self._sample.input - 1)
+        return float(most.sum() / self._sample.input.sum())
+
+    def _loaded(self, sent: TraceLengths, common: Ints, loads_s: Floats) -> TurnTimes:
         """A turn's K/V is loaded before the turn waits, and the load is part of its waiting."""
-        pauses, common = sent.turns.pause_s + loads_s, self.trace.turns.common
+        pauses = sent.turns.pause_s + loads_s
         later = sent._replace(sessions=replace(sent.turns, pause_s=pauses, common=common))
         run = counted_turns(self.plan, self._lanes, later, from_host=True)
         assert run is not None
@@ -137,11 +160,11 @@ class SessionTrial:
     def keeps(self, rate: float) -> bool:
         return self.at(rate).excess <= 1 / (1 + self.plan.constraint.headroom)
 
-    def highest(self, guess: float, precision: float = PRECISION) -> float:
+    def highest(self, guess: float | None = None, precision: float = PRECISION) -> float:
         """Return the highest simulated rate that keeps the bounds, or 0. At a rate higher by `precision`, it does
         not.
         """
-        low, high, rate = 0.0, np.inf, guess
+        low, high, rate = 0.0, np.inf, guess or 0.5 * self.plan.estimate.throughput_rps / self.turns
         while high > (1 + precision) * low:
             if self.keeps(rate):
                 low = rate
@@ -235,29 +258,22 @@ def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:
     return times.of_sessions(values)[np.unique(sessions.session[counts])]
 
 
-def session_capacity(
-    plan: PlanDraft, profile: Profile, guess: float | None = None, *, trial: SessionTrial | None = None
-) -> tuple[Capacity, SessionEstimate | None]:
-    """Return the highest rate at which a plan keeps its bounds, in turns a second, and its sessions at this rate."""
-    trial = trial or SessionTrial(plan, profile)
-    first = (guess or 0.5 * plan.estimate.throughput_rps) / trial.turns
-    rate = trial.highest(first)
-    capacity = Capacity(
-        rate_per_s=rate * trial.turns,
-        whole_s=0.0,
-        share_kept=0.0,
-        num_requests=int(trial.counts.sum()),
-        warm_up_requests=int((~trial.counts).sum()) // 2,
-        seed=SEED,
-    )
+def session_capacity(trial: SessionTrial, rate: float) -> tuple[Capacity, SessionEstimate | None]:
+    """Return a plan's sessions at the highest rate that keeps its bounds, or None if it is 0."""
+    capacity = Capacity(rate_per_s=0.0, whole_s=0.0, share_kept=0.0, num_requests=0, warm_up_requests=0, seed=SEED)
     if not rate:
         return capacity, None
-    run = trial.at(rate)
-    times, counts, constraint = run.times, run.counts, plan.constraint
+    (times, _, counts), constraint = trial.at(rate), trial.plan.constraint
     wait, whole = (per_session(times, counts, values) for values in (times.ttft_s, times.whole_s))
     share = min(SharesKept.of(times, counts, constraint))
     whole_s = float(np.quantile(times.whole_s[counts], constraint.quantile))
-    capacity = capacity.but(whole_s=whole_s, share_kept=share)
+    capacity = capacity.but(
+        rate_per_s=rate * trial.turns,
+        whole_s=whole_s,
+        share_kept=share,
+        num_requests=int(counts.sum()),
+        warm_up_requests=int((~counts).sum()) // 2,
+    )
     return capacity, SessionEstimate(
         rate_per_s=rate,
         at_once=rate * float((whole + per_session(times, counts, times.paused_s)).mean()),
@@ -266,5 +282,5 @@ def session_capacity(
         wait_s=float(np.quantile(wait, constraint.quantile)),
         time_s=float(np.quantile(whole, constraint.quantile)),
         kept_tokens=rate * float(per_session(times, counts, times.kept_token_s).mean()),
-        num_sessions=trial.num_sessions,
+        num_sessions=len(wait),
     )

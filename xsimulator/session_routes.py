@@ -9,9 +9,8 @@ from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import PlanDraft, Profile, StageLane
 from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import LaneCost, lanes_of
-from xsimulator.counts.counted_run import is_counted
 from xsimulator.counts.routed import BY_LOAD, BY_PREFIX, BY_SESSION
-from xsimulator.sessions import TurnTimes, counted_turns
+from xsimulator.sessions import TurnTimes, counted_turns, counts_turns
 
 Route = Literal["session", "prefix", "load"]
 """session: the replica of the session's first turn. prefix: the one that has the prompt, unless it is much busier
@@ -23,7 +22,7 @@ KINDS: dict[Route, int] = {"session": BY_SESSION, "prefix": BY_PREFIX, "load": B
 def counts_routes(plan: PlanDraft) -> bool:
     """Return whether sessions can be simulated on all replicas: if they do not fork, and steps can be counted."""
     law = plan.workload.sessions
-    return law is not None and law.subagents is None and is_counted(plan)
+    return law is not None and law.subagents is None and counts_turns(plan)
 
 
 def run_routed(

@@ -14,7 +14,7 @@ from xgpt.core.turns import FIRST, Floats, Ints
 from xgpt.core.workload import TraceLengths
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import TURN, Stream, TurnStream
-from xsimulator.counts.counted_run import counted_run
+from xsimulator.counts.counted_run import counted_run, is_counted
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
 from xsimulator.counts.routed import RoutedRun
 from xsimulator.forecast import FORECASTS
@@ -103,6 +103,11 @@ def run_sessions(
     )
 
 
+def counts_turns(plan: PlanDraft) -> bool:
+    """Return whether turns of sessions that do not fork can be run by counts."""
+    return plan.shares_prompts and FORECASTS[plan.policy.kind].stations.admits_each_step and is_counted(plan)
+
+
 def counted_turns(
     plan: PlanDraft,
     lanes: Mapping[StageLane, LaneCost],
@@ -120,12 +125,7 @@ def counted_turns(
     """
     sessions = trace.turns
     assert trace.timestamp_s is not None
-    if (
-        "both" not in lanes
-        or not plan.shares_prompts
-        or not sessions.is_plain
-        or not FORECASTS[plan.policy.kind].stations.admits_each_step
-    ):
+    if not counts_turns(plan) or not sessions.is_plain:
         return None
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
     turns = np.zeros(len(trace.input), TURN)
@@ -139,8 +139,8 @@ def counted_turns(
     stream = Stream(trace.input, outputs, int(outputs.max()), turns["arrival_ns"])
     runs = list[OneLaneRun]()
     for _ in range(1 if route is None else plan.replicas + 1):
-        if not isinstance(one := counted_run(plan, lanes, stream), OneLaneRun):
-            return None
+        one = counted_run(plan, lanes, stream)
+        assert isinstance(one, OneLaneRun)
         runs.append(one)
     turn_stream = TurnStream(turns, shared_tokens(trace), from_host)
     run = runs[0] if route is None else RoutedRun(runs, turn_stream, route, slack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,16 @@ from xgpt.core import policies
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.workload import SessionLaw
-from xgpt.core.sessions import draw_sessions, repeated, sample_of, workload_of_law
+from xgpt.core.sessions import draw_sessions, workload_of_law
 from xgpt.core.workload import TraceLengths
 from xgpt.resolve import load_sessions
 from xprofiler.store import profile_of
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.events import replay
 from xsimulator.run import run_requests
-from xsimulator.session_rate import SessionTrial, loads_s
+from xsimulator.session_rate import RunLength, SessionTrial, loads_s
 from xsimulator.session_routes import Route, run_routed
-from xsimulator.sessions import counted_turns, logged_turns, run_sessions
+from xsimulator.sessions import counted_turns, logged_turns
 
 LAW = {
     "turns": {"kind": "uniform", "min": 2, "max": 8},
@@ -150,40 +151,48 @@ def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
     assert logged_turns(plan, apart, log).reused_share == 0
 
 
-def test_what_a_plan_keeps_is_kept_four_times_as_long_and_below_its_ceiling() -> None:
-    law = SessionLaw.model_validate(
-        {
-            "turns": {"kind": "uniform", "min": 1, "max": 11},
-            "first_input": {"kind": "uniform", "min": 25, "max": 100},
-            "added_input": {"kind": "uniform", "min": 10, "max": 64},
-            "output": {"kind": "uniform", "min": 6, "max": 40},
-            "left_out": 0.5,
-            "pause": {"median_s": 0.16, "p90_s": 0.31},
-            "max_context": 1500,
-        }
-    )
-    plan = xgpt.plan(
-        model="opt-13b",
-        cluster="h100x8",
-        devices=2,
-        workload=workload_of_law("short chats", law),
-        latency_bound_s=None,
-        ttft_s=0.72,
-        session_wait_s=8.0,
-        quantile=0.9,
-    )
+@pytest.mark.parametrize(
+    ("model", "cluster", "law", "bounds"),
+    [
+        (  # above 0.75 times the rate that a run of three lives keeps, sessions find less and less for ten lives
+            "llama-3.1-8b",
+            "a100x16",
+            {
+                "turns": {"kind": "uniform", "min": 1, "max": 3},
+                "first_input": {"kind": "uniform", "min": 32, "max": 130},
+                "added_input": {"kind": "uniform", "min": 80, "max": 480},
+                "output": {"kind": "uniform", "min": 6, "max": 38},
+                "left_out": 0.5,
+                "pause": {"median_s": 0.155, "p90_s": 0.722},
+                "max_context": 4000,
+            },
+            {"ttft_s": 1.56, "session_wait_s": 12.3, "quantile": 0.95},
+        ),
+        (
+            "opt-13b",
+            "h100x8",
+            {
+                "turns": {"kind": "uniform", "min": 1, "max": 11},
+                "first_input": {"kind": "uniform", "min": 25, "max": 100},
+                "added_input": {"kind": "uniform", "min": 10, "max": 64},
+                "output": {"kind": "uniform", "min": 6, "max": 40},
+                "left_out": 0.5,
+                "pause": {"median_s": 0.16, "p90_s": 0.31},
+                "max_context": 1500,
+            },
+            {"ttft_s": 0.72, "session_wait_s": 8.0, "quantile": 0.9},
+        ),
+    ],
+    ids=["slow", "short"],
+)
+def test_a_plans_rate_is_kept_four_times_as_long_and_below_its_ceiling(
+    model: str, cluster: str, law: dict[str, object], bounds: dict[str, Any]
+) -> None:
+    workload = workload_of_law("chats", SessionLaw.model_validate(law))
+    plan = xgpt.plan(model=model, cluster=cluster, devices=2, workload=workload, latency_bound_s=None, **bounds)
     found = plan.estimate.sessions
     assert found is not None and plan.search.gap is not None
-    trace, profile = repeated(sample_of(law), 16), profile_of(plan, None)
-    sessions, rng = trace.sessions, np.random.default_rng(5)
-    assert sessions is not None
-    times = np.zeros(len(trace.input))
-    gaps = rng.exponential(plan.replicas / found.rate_per_s / 0.95, sessions.num_sessions)
-    times[sessions.first] = np.cumsum(gaps)
-    # Higher rates are kept for a while. Then K/V is evicted before its turn comes back, and waits grow.
-    run = run_sessions(plan, profile, trace._replace(timestamp_s=times))
-    last = run.of_sessions(run.ttft_s)[-sessions.num_sessions // 4 :]
-    assert np.quantile(last, 0.9) < 8 and np.quantile(run.ttft_s[-len(run.ttft_s) // 4 :], 0.9) < 0.72
+    assert SessionTrial(plan, profile_of(plan), length=RunLength(64, 80.0, 960_000)).keeps(0.98 * found.rate_per_s)
 
 
 def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: Path) -> None:
@@ -203,14 +212,13 @@ def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: 
     assert (sessions.common[order] - found.sessions.common < plan.block_size + trace.output.max()).all()
 
 
-def test_what_counts_has_the_work_of_a_steady_state(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_has_the_work_of_a_steady_state(profile: Profile) -> None:
     """Many sessions pause for longer than a quarter of the run."""
-    monkeypatch.setattr("xsimulator.session_rate.LARGEST_RUN", 0)
     pauses = {"turns": {"kind": "constant", "value": 3}, "pause": {"median_s": 60, "p90_s": 400}}
     law = SessionLaw.model_validate(LAW | pauses)
     plan = _plan(profile, "quantile", "chunked", 20_000)
     plan = plan.but(workload=workload_of_law("pauses", law), constraint=plan.constraint.but(ttft_s=1.0))
-    trial = SessionTrial(plan, profile)
+    trial = SessionTrial(plan, profile, length=RunLength(4, 0.0, 0))
     rate = 0.3 * plan.estimate.throughput_rps / trial.turns
     run = trial.at(rate).times
     span_s = run.trace.turns.num_sessions / rate

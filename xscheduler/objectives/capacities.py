@@ -60,7 +60,8 @@ def with_capacity(
 ) -> PlanDraft:
     """A plan without bounds is returned unchanged."""
     if plan.workload.sessions is not None and plan.constraint.bounds_latency:
-        return in_sessions(plan, profile, predicted)
+        trial = SessionTrial(plan, profile)
+        return in_sessions(trial, trial.highest(predicted and predicted / trial.turns))
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))
 
 
@@ -69,23 +70,20 @@ COARSE, FINE, FULL = 0.1, 0.02, 0.99
 """FULL: share of what could be found, above which a host's memory cannot help."""
 
 
-def in_sessions(
-    plan: PlanDraft, profile: Profile, predicted: float | None = None, *, decides: bool = False
-) -> PlanDraft:
+def in_sessions(trial: SessionTrial, rate: float, *, decides: bool = False) -> PlanDraft:
     """Return a plan with the highest rate of sessions that it serves, and with what their turns find."""
-    trial = SessionTrial(plan, profile)
-    found, sessions = session_capacity(plan, profile, predicted, trial=trial)
+    plan, profile = trial.plan, trial.profile
+    found, sessions = session_capacity(trial, rate)
     if sessions is None:
         return plan.with_estimate(capacity=found)
     reuse = ReuseEstimate(
-        share=trial.at(sessions.rate_per_s).times.reused_share,
+        share=trial.at(rate).times.reused_share,
         most_share=trial.most_share,
         kept_blocks=min(
             int(sessions.kept_tokens / plan.replicas) // plan.block_size, min(stage.kv_blocks for stage in plan.stages)
         ),
     )
     if decides:
-        rate = sessions.rate_per_s
         alone = SessionTrial(plan, profile, keeps_nothing=True).highest(rate, COARSE)
         routed = (
             {route: _under(plan, profile, route, rate) for route in ROUTES}

@@ -40,7 +40,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
-from xsimulator.session_rate import PRECISION, SessionTrial
+from xsimulator.session_rate import MOST_PILED_UP, PRECISION, SessionTrial
 
 KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
 KEPT = (0.1, 0.4, 0.7)
@@ -160,7 +160,7 @@ class _SessionSearch:
         self._problem, self._kinds, self._search, self._progress = problem, kinds, search, progress
         self._num_turns, self._turns = turns_of(law), _KeptTurns.of(problem)
         self._of_turns = of_turns(scheduler(problem, search).problem)
-        self._best: dict[str, tuple[PlanDraft, float]] = {}
+        self._best: dict[str, tuple[SessionTrial, float]] = {}
         self._tried: set[object] = set()
         self._num_tried = 0
 
@@ -176,15 +176,15 @@ class _SessionSearch:
         pinned = Pinned(policy=policy, fixed=dict(self._problem.fixed))
         ordered = sorted(kept.items(), key=lambda item: -item[1][1])
         asked = self._problem.constraint.arrival_rate_per_s
-        if asked is not None and ordered[0][1][1] < asked:
+        if asked is not None and ordered[0][1][1] < asked / self._num_turns:
             raise InfeasibleError(
                 f"arrival_rate_per_s: {asked / self._num_turns:.4g} sessions/s asked, but the best schedule found "
-                f"keeps the bounds up to {ordered[0][1][1] / self._num_turns:.4g}",
+                f"keeps the bounds up to {ordered[0][1][1]:.4g}",
                 binding="arrival_rate_per_s",
             )
         return {
-            kind: Found(in_sessions(draft, self._problem.profile, rate, decides=not i).but(pinned=pinned), ceiling)
-            for i, (kind, (draft, rate)) in enumerate(ordered)
+            kind: Found(in_sessions(trial, rate, decides=not i).but(pinned=pinned), ceiling)
+            for i, (kind, (trial, rate)) in enumerate(ordered)
         }
 
     def _ranked(self) -> Iterator[tuple[str, PlanDraft, float]]:
@@ -200,7 +200,9 @@ class _SessionSearch:
                         break
                     best, rate = ranked, (rate * highest) ** 0.5 or highest
                     cached = self._turns.kept_longest(share * memory * self._num_turns / rate)
-                yield from ((kind, draft, rate) for kind, each in best.items() for draft, rate in each)
+                yield from (
+                    (kind, draft, rate / self._num_turns) for kind, each in best.items() for draft, rate in each
+                )
 
     def _at(self, reused: Reused, objective: Objective) -> Problem:
         constraint = self._of_turns
@@ -235,7 +237,7 @@ class _SessionSearch:
             if high <= (1 + PRECISION) * low:
                 break
             rate = (low * high) ** 0.5 if low else high / 4
-        return Ceiling((1 + PRECISION) * high, BOUND)  # to which rates are simulated
+        return Ceiling((1 + MOST_PILED_UP) * high, BOUND)
 
     def _bound(self, token_s: float) -> float:
         reused = self._turns.reused(self._turns.found(token_s), 0.0, holds_prompts=False)
@@ -257,11 +259,11 @@ class _SessionSearch:
             self._progress(min(self._num_tried, 40), 41, simulating("sessions"))
         draft = draft.but(constraint=self._own(draft))
         trial, best = SessionTrial(draft, self._problem.profile), self._best.get(kind)
-        if best is not None and best[1] > 0 and not trial.keeps((1 + PRECISION) * best[1] / self._num_turns):
+        if best is not None and best[1] > 0 and not trial.keeps((1 + PRECISION) * best[1]):
             return False
         first = (1 + PRECISION) * best[1] if best is not None and best[1] > 0 else max(guess, 1e-9)
-        rate = trial.highest(first / self._num_turns) * self._num_turns
-        self._best[kind] = draft, rate
+        rate = trial.highest(first)
+        self._best[kind] = trial, rate
         return rate > 0
 
     def _own(self, draft: PlanDraft) -> Constraint:
@@ -273,7 +275,8 @@ class _SessionSearch:
         for _ in range(MOST_MOVES):
             if kind not in self._best:
                 return
-            draft, rate = self._best[kind]
+            trial, rate = self._best[kind]
+            draft = trial.plan
             space = by.candidates.space(kind, Placement.of(draft))
             near = [by.draft_at(space, settings, draft.search) for settings in one_step_from(space, draft.policy)]
             ranked = sorted((one for one in near if one is not None), key=lambda one: -closed_rate(space, one.policy))
@@ -287,7 +290,7 @@ class _SessionSearch:
         given["session_time_s"] = constraint.session_time_s
         binding = next((name for name, bound in reversed(given.items()) if bound is not None), "memory")
         where = f"on {self._problem.cluster.name}, waiting included"
-        drafts = [draft for draft, _ in self._best.values()]
+        drafts = [trial.plan for trial, _ in self._best.values()]
         if not drafts:
             loose = self._of_turns.but(latency_bound_s=None, ttft_s=None, tpot_s=None, objective="saturated")
             by = scheduler(replace(self._problem, constraint=loose), self._search)

@@ -318,7 +318,9 @@ class Run(ABC):
     def in_sessions(self, stream: TurnStream) -> None:
         """Let requests arrive as turns of sessions instead. The run needs a request for each turn."""
         turns, lane = stream.turns.copy(), self.state.lane[0]
-        first = np.setdiff1d(np.arange(len(turns)), turns["child"])
+        is_first = np.ones(len(turns) + 1, bool)  # the last entry is that of NONE
+        is_first[turns["child"]] = False
+        first = np.flatnonzero(is_first[:-1])
         due = np.zeros(len(turns), np.int64)
         due[: len(first)] = first[np.argsort(turns["arrival_ns"][first], kind="stable")]
         sessions = np.zeros(int(turns["session"].max()) + 1, SESSION)
