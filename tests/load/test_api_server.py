@@ -74,7 +74,7 @@ def define(kind: str) -> None:
     kubectl("wait", "--for=condition=Established", f"crd/{plural}.{group}")
 
 
-SUBJECTS = {**PLANS, "fleet": deployable()}
+SUBJECTS = {**PLANS, "fleet": deployable}
 CASES = [(case, target) for case in SUBJECTS for target in IN_PODS if (case, target) not in REFUSED]
 
 
@@ -85,7 +85,7 @@ def test_the_server_takes_what_is_exported(
 ) -> None:
     for kind in CRDS:
         define(kind)
-    files = export(SUBJECTS[case], target)
+    files = export(SUBJECTS[case](), target)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +78,14 @@ def deployable() -> FleetPlan:
     return fleet.model_copy(update={"kinds": kinds, "intervals": tuple(noon)})
 
 
-PLANS: dict[str, Plan] = {
-    "by itself": by_itself(),
-    "rra": RRA,
-    "waa": WAA,
-    "prefill groups": GROUPS,
-    "two nodes": over_two_nodes(),
-    "two nodes, own engine": over_two_nodes("xgpt"),
-    "an id": RRA.model_copy(update={"checkpoint": "hf://Qwen/Qwen2.5-0.5B"}),
+PLANS: dict[str, Callable[[], Plan]] = {
+    "by itself": by_itself,
+    "rra": lambda: RRA,
+    "waa": lambda: WAA,
+    "prefill groups": lambda: GROUPS,
+    "two nodes": over_two_nodes,
+    "two nodes, own engine": partial(over_two_nodes, "xgpt"),
+    "an id": lambda: RRA.model_copy(update={"checkpoint": "hf://Qwen/Qwen2.5-0.5B"}),
 }
 REFUSED = {("two nodes", "compose"), ("two nodes, own engine", "compose")}
 REFUSED |= {("two nodes, own engine", target) for target in ("llm-d", "dynamo")}
@@ -109,9 +111,9 @@ def run_script(script: str, directory: Path, *more: str, **variables: str) -> li
 def test_every_target_takes_every_plan_or_says_why_not(case: str, target: Target) -> None:
     if (case, target) in REFUSED:
         with pytest.raises(InputError, match="export"):
-            export(PLANS[case], target)
+            export(PLANS[case](), target)
         return
-    files = export(PLANS[case], target)
+    files = export(PLANS[case](), target)
     items = objects_in(files)
     for name, text in files.items():
         assert not name.endswith(".json") or json.loads(text)
@@ -360,7 +362,7 @@ def hostile(plan: Plan, name: str) -> Plan:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ["rra", "by itself"])
 def test_a_name_stays_a_name(case: str, name: str, target: Target, tmp_path: Path) -> None:
-    found, plain = export(hostile(PLANS[case], name), target), export(hostile(PLANS[case], "opt"), target)
+    found, plain = export(hostile(PLANS[case](), name), target), export(hostile(PLANS[case](), "opt"), target)
     if target == "shell":
         if case == "rra":
             assert found["serve.sh"] == plain["serve.sh"]
