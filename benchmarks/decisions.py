@@ -2,17 +2,19 @@
 
     python -m benchmarks.decisions [--first 0] [--last 200] [--commands] [--json FILE]
 
-A log has a day's shape (a quiet night first, a busy noon), bursts, and random lengths. A deployment is a random command
-of vLLM on a random part of a cluster. The verdict is right if the simulated engine, which counts no requests but runs
-every step, says the same of the whole log: that what runs now keeps the bounds or not, that the recommended plan keeps
-them and, if neither does, that it keeps no fewer requests. The table has one row for each kind of verdict. With
---commands, `xgpt plan`, `simulate` and `replan` must also say the same of each deployment: the same best plan, and
-whether it holds the load.
+A log has a day's shape (a quiet night first, a busy noon), bursts, and random lengths. A deployment is a random
+command of vLLM on a random part of a cluster. The verdict is right if the simulated engine, which counts no requests
+but runs every step, says the same of the whole log: that what runs now keeps the bounds or not, that the recommended
+plan keeps them and, if neither does, that it keeps no fewer requests, and that the devices that are said to hold the
+log do. The table has one row for each kind of verdict. With --commands, `xgpt plan`, `compare`, `simulate` and
+`replan` must also say the same of each deployment, in JSON and in lines (`benchmarks.lib.one_answer`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -21,7 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import xgpt
+from benchmarks.lib.one_answer import contradictions
+from xgpt.cli import main as main_of_xgpt
 from xgpt.comparing.compare import Compared, compare
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.load import NO_GROWTH, KeptByWindow, LogLoad
@@ -29,8 +32,7 @@ from xgpt.core.schema import Plan, Profile
 from xgpt.deciding.recommend import CLEAR
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
-from xgpt.solving import solve
-from xsimulator.run import Simulated, run_requests, times_of
+from xsimulator.run import run_requests, times_of
 
 MODELS = {"meta-llama/Llama-3.1-8B-Instruct": (1, 2), "Qwen/Qwen3-4B": (1, 2), "Qwen/Qwen3-14B": (1, 2)}
 """Models with the tensor-parallel degrees of their deployments."""
@@ -111,28 +113,32 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
         right = "change" if shares[1] > shares[0] else "keep"
     if right is not None and told.action != right:
         wrong.append(f"{told.action} instead of {right}")
+    if told.would_hold is not None and told.would_hold_of != "runner_up":
+        plan = found.current if told.action == "keep" and told.would_hold_of == "best" else found.best
+        several = replayed(plan.but(replicas=plan.replicas * told.would_hold // plan.num_devices), profile, load)
+        if not (several.holds(quantile - EDGE) or several.holds(quantile + EDGE)):
+            wrong.append(f"{told.would_hold} devices were said to hold it, replayed {several.share:.4f}")
     now, then = ("yes" if each else "no" for each in holds)
     return f"{told.action}; now keeps: {now}, plan keeps: {then}", "; ".join(wrong)
 
 
-def others(found: Compared, case: Case) -> list[str]:
-    """Return in what other commands differ from a comparison of the same deployment."""
-    now, running = found.current, found.recommendation.now
-    assert now is not None and running is not None and running.at_load is not None
-    load, log, holds = running.at_load, case.asked["workload"], running.at_load.holds
-    run = xgpt.simulate(now, workload=log, own_times=True)
-    assert isinstance(run, Simulated)
-    windows = run.windows
-    decision, keeps = xgpt.replan(now, log).decision, found.recommendation.action == "keep"
-    model = case.command.split()[2]
-    best = solve(plan_request(**case.asked, model=model, engine=found.planned.request.engine)).best
-    said = {
-        "simulate": windows is not None and windows.holds(now.constraint.quantile) != holds,
-        "replan": decision.running.keeps_bound != holds or (decision.action == "keep") != (holds or keeps),
-        "plan": (best.policy, best.stages, best.replicas)
-        != (found.best.policy, found.best.stages, found.best.replicas),
-    }
-    return [f"{name} differs (compare: holds {holds}, {load.share_kept})" for name, differs in said.items() if differs]
+def options_of(case: Case) -> tuple[str, ...]:
+    """Return a case as options of the command line."""
+    names = {"latency_bound_s": "latency-bound", "ttft_s": "ttft", "tpot_s": "tpot"}
+    given = {"latency_bound_s": "inf", **case.asked} if "ttft_s" in case.asked else dict(case.asked)
+    del given["policy"]  # `xgpt compare` has no such option
+    return tuple(word for name, value in given.items() for word in (f"--{names.get(name, name)}", str(value)))
+
+
+def run_here(*arguments: str) -> str:
+    """Run a command in this process, and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            main_of_xgpt(list(arguments))
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"xgpt {arguments}: {told.getvalue()}") from None
+    return out.getvalue()
 
 
 def main() -> None:
@@ -153,7 +159,11 @@ def main() -> None:
                 refused[type(error).__name__] += 1
             else:
                 kind, fault = check(found, case)
-                fault = "; ".join([*filter(None, [fault]), *(others(found, case) if given.commands else ())])
+                faults = [fault] if fault else []
+                if given.commands:
+                    model = case.command.split()[2]
+                    faults += contradictions(run_here, options_of(case), model, case.command, Path(folder))
+                fault = "; ".join(faults)
                 kinds[kind] += 1
                 judged += 1
                 if fault:

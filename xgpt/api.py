@@ -429,7 +429,9 @@ def calibrate(
 
 
 @_takes(ReplanRequest)
-def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywords]) -> Replanned:
+def replan(
+    plan: Plan | PathLike, lengths: PathLike, *, path: str = "plan.json", **asked: Unpack[ReplanKeywords]
+) -> Replanned:
     """Compare a running plan with the best plan for other request lengths, and decide whether to change the plan.
 
     >>> import tempfile, xgpt
@@ -445,6 +447,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     Args:
         lengths: a trace (CSV, JSON lines), or the URL of a running server. With a URL, the server's current plan and
             the lengths that it has observed are used.
+        path: where the new plan will be written, for commands.
         **asked
 
     Raises:
@@ -469,7 +472,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
     profile = profile_of(running, request.profile)
     if log is not None:
-        return replan_for(running, profile, log, terms)
+        return replan_for(running, profile, log, terms, path, None if isinstance(plan, Plan) else str(plan))
     decision, then = propose(running, profile, observation, terms)
     return Replanned(running, observation, decision, then or running)
 

@@ -19,12 +19,13 @@ from xgpt.core.schema import Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
 from xgpt.deciding.sizing import Sizing
 from xgpt.problems import resolve, turns_in
-from xgpt.requests import FleetRequest, PlanRequest, as_plan_request
+from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions, workload_of
 from xgpt.serving.checking import check_planned
 from xprofiler.store import profile_of
@@ -89,6 +90,7 @@ class Planned:
             tried=() if self.fewest is None else self.fewest.tried,
             choices=self.choices,
             beside=self.beside,
+            wanted=self.request.confidence,
             **asked,
         )
 
@@ -117,30 +119,59 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
         rate = request.arrival_rate_per_s
         trace, load = None, None if rate is None else carried(None, turns * rate)
     resolved = _resolve(request, load, progress)
-    problem = resolved.problem
-    started = time.perf_counter()
     try:
-        problem, found, ahead = _with_best_draft(request, problem, resolved.found, progress)
-        if problem.workload.sessions is None:
-            found = with_reuse(_find_each(request), problem, trace, found)
-        elif log is not None:
-            found = {kind: _replaying(one, problem, str(request.workload)) for kind, one in found.items()}
-        found = own_first(found)
+        planned = _planned(request, resolved, load, trace, progress)
     except InfeasibleError as error:
-        if problem.profile.is_restless:
-            error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
+        profile = resolved.problem.profile
+        error.warnings += (f"{profile.unrest}; {AGAIN}",) if profile.is_restless else ()
         raise
-    first = next(iter(found.values()))
-    other = resolved.beside or first.at_side
-    plans = _annotate(found, problem, trace, request.api_servers)
+    if resolved.problem.cluster.is_local:
+        check_planned(planned.best)
+    return planned.told(planned.recommend(path=path))
+
+
+def plan_again(plan: Plan, problem: Problem, load: CarriedLoad) -> Planned:
+    """Return the plans for a log as `solve` does, with the policies and settings that a plan pins.
+
+    Args:
+        problem: the problem of the plan's model and devices under the log's lengths.
+
+    Raises:
+        InfeasibleError: no schedule keeps the constraint.
+    """
+    asked: dict[str, Any] = {"policy": plan.pinned.policy, "api_servers": None}
+    asked |= {"fix": plan.pinned.fixed} if plan.pinned.fixed else {}
+    asked |= {} if plan.admission.order in ("fcfs", "in-time") else {"order": plan.admission.order}
+    request = plan_request(**asked)
+    resolved = _for_load(request, problem, load, None)
+    return _planned(request, resolved, load, None if load.log is None else load.log.requests, None)
+
+
+def _planned(
+    request: PlanRequest,
+    resolved: _Resolved,
+    load: CarriedLoad | None,
+    trace: TraceLengths | None,
+    progress: Progress | None,
+) -> Planned:
+    started = time.perf_counter()
+    problem, found, ahead = _with_best_draft(request, resolved.problem, resolved.found, progress)
+    find = _find_each(request)
+    if problem.workload.sessions is None:
+        found = with_reuse(find, problem, trace, found)
+    elif isinstance(request.workload, str):
+        found = {kind: _replaying(one, problem, request.workload) for kind, one in found.items()}
+    found = own_first(found)
+    other = resolved.beside or next(iter(found.values())).at_side
+    if load is not None and resolved.fewest is None:
+        found, other = keeping_most(found, other, problem, load)
+    paired = trace if load is None or load.log is None else None  # a replay has the log's own pairs of lengths
+    plans = _annotate(found, problem, paired, request.api_servers)
     if other is not None:
         other = fronted(other.with_estimate(**ranges_of(other, problem.profile)), request.api_servers)
-    beside = None if other is None else other.proven(first.ceiling)
-    if problem.cluster.is_local:
-        check_planned(next(iter(plans.values())))
-    planning_s, choices = time.perf_counter() - started, resolved.choices
-    planned = Planned(request, problem, plans, choices, planning_s, ahead, resolved.fewest, load, beside)
-    return planned.told(planned.recommend(path=path))
+    beside = None if other is None else other.proven(next(iter(found.values())).ceiling)
+    planning_s = time.perf_counter() - started
+    return Planned(request, problem, plans, resolved.choices, planning_s, ahead, resolved.fewest, load, beside)
 
 
 def _replaying(found: Found, problem: Problem, name: str) -> Found:
@@ -257,20 +288,7 @@ class _Resolved(NamedTuple):
 def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
     check_held(request.policy, request.fix)
     if request.among is None:
-        problem = resolve(request, progress)
-        is_asked = request.devices == "auto"
-        if load is None or not (is_asked or _follows_log(request, problem, load)):
-            if is_asked:
-                raise InputError("devices", "auto", NEEDS_RATE)
-            return _Resolved(problem)
-        sizing = Sizing(problem, load, _find_each(request), request.confidence, progress)
-        try:
-            fewest = fewest_devices(problem.cluster.num_devices, sizing.judge, request.confidence)
-            return _sized(sizing, fewest)
-        except InfeasibleError:
-            if is_asked:
-                raise
-            return _Resolved(problem)
+        return _for_load(request, resolve(request, progress), load, progress)
     if load is None:
         raise InputError("among", ", ".join(request.among), NEEDS_RATE)
     find = _find_each(request)
@@ -291,6 +309,23 @@ def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress 
     return _sized(chosen, best.fewest, choices)
 
 
+def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
+    """Return a problem on the fewest devices that hold a load, or on all that it has."""
+    is_asked = request.devices == "auto"
+    if load is None or not (is_asked or _follows_log(request, problem, load)):
+        if is_asked:
+            raise InputError("devices", "auto", NEEDS_RATE)
+        return _Resolved(problem)
+    sizing = Sizing(problem, load, _find_each(request), request.confidence, progress)
+    try:
+        fewest = fewest_devices(problem.cluster.num_devices, sizing.judge, request.confidence)
+        return _sized(sizing, fewest)
+    except InfeasibleError:
+        if is_asked:
+            raise
+        return _Resolved(problem)
+
+
 def _sized(sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = ()) -> _Resolved:
     problem, (found, beside) = replace(sizing.problem, max_devices=fewest.number), sizing.of(fewest.number)
     return _Resolved(problem, choices, fewest, found if problem.speculation is None else None, beside)
@@ -300,7 +335,7 @@ NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as
 
 
 def _follows_log(request: PlanRequest, problem: Problem, load: CarriedLoad) -> bool:
-    states = request.arrival_rate_per_s or request.devices or request.fix or request.speculative
+    states = request.arrival_rate_per_s or request.devices or request.fix or problem.speculation
     several = problem.cluster.num_devices > 1 and not problem.cluster.is_local
     return not states and several and load.log is not None and problem.constraint.maximises_arrivals
 

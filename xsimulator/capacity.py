@@ -24,7 +24,7 @@ from xsimulator.counts.arrivals import Array, GoalNs, KeptBounds, Run, Stream
 from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
-from xsimulator.measures import RequestTimes
+from xsimulator.measures import RequestTimes, quantile_of
 from xsimulator.session_rate import PRECISION, SessionTrial, session_capacity
 
 LEAST_REQUESTS = 2000
@@ -273,8 +273,8 @@ class CapacitySearch:
             if times is not None and rate >= self._saturation:
                 self._excess[self._saturation] = inf
             elif times is not None:
-                known = max(_upper(times.excess(goal), goal.quantile) for goal in constraint.goals)
-                self._seen[rate] = _upper(times.whole_s, constraint.quantile), times.goodput(constraint)
+                known = max(quantile_of(times.excess(goal), goal.quantile) for goal in constraint.goals)
+                self._seen[rate] = quantile_of(times.whole_s, constraint.quantile), times.goodput(constraint)
             self._excess[rate] = known
         return known
 
@@ -341,12 +341,6 @@ def _follows_bounds(plan: PlanDraft) -> bool:
 
 def _slack(plan: PlanDraft) -> float:
     return 1 / (1 + plan.constraint.headroom)
-
-
-def _upper(values: Array, quantile: float) -> float:
-    """Return the smallest value that at most a share 1 - `quantile` of all values exceed."""
-    index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
-    return float(np.partition(values, index)[index])
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: float) -> GoalNs:

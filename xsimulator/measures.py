@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -200,15 +201,25 @@ class RequestTimes:
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
+    def gaps_s(self) -> npt.NDArray[np.float64]:
+        """Times per output token, without those of outputs of one token."""
+        return self.tpot_s[self.tpot_s > 0]
+
+    @property
     def figures(self) -> dict[str, float]:
         """Mean and quantiles of each time, by names such as ttft_p50_s. Outputs of one token have no tpot."""
         found = {}
-        of_gaps = self.tpot_s[self.tpot_s > 0]
-        for name, times in (("ttft", self.ttft_s), ("tpot", of_gaps), ("whole", self.whole_s)):
+        for name, times in (("ttft", self.ttft_s), ("tpot", self.gaps_s), ("whole", self.whole_s)):
             if len(times):
                 found[f"{name}_mean_s"] = float(np.mean(times))
-                found |= {f"{name}_p{100 * q:g}_s": float(np.quantile(times, q)) for q in QUANTILES}
+                found |= {f"{name}_p{100 * q:g}_s": quantile_of(times, q) for q in QUANTILES}
         return found
+
+
+def quantile_of(values: npt.NDArray[np.float64], quantile: float) -> float:
+    """Return the smallest value that at most a share 1 - `quantile` of all values exceed."""
+    index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
+    return float(np.partition(values, index)[index])
 
 
 def request_times(

@@ -214,3 +214,13 @@ def test_replan_says_its_decision_first(xgpt: Xgpt, plan: Path) -> None:
     assert max(map(len, lines)) <= 80 and "For 200 observed requests: 128 input and 128 output tokens" in " ".join(
         lines
     )
+    explained = xgpt("replan", str(plan), "--lengths", "today.csv", "--explain").out
+    assert "whole s" in explained and "latency s" not in explained, "times count from arrival, as in other tables"
+
+
+def test_a_report_has_the_plans_own_whole_time(xgpt: Xgpt, plan: Path) -> None:
+    """It said 30.93 s where `xgpt plan --explain` says 31.18 s of the same requests."""
+    capacity = load_json(plan, Plan, "plan").estimate.capacity
+    assert capacity is not None and xgpt("report", str(plan), "-o", "page.html").code == 0
+    row = re.search(r"<td>whole time, s</td>(.*?)</tr>", Path("page.html").read_text(), re.DOTALL)
+    assert row is not None and f"{capacity.whole_s:,.3f}" in row[1]

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
-from xgpt.deciding.words import range_in_words
+from xgpt.deciding.words import percent, range_in_words
 from xgpt.reporting.fleet import costs_rows, kinds_rows
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 from xscheduler.expression import maximised
@@ -269,7 +269,7 @@ def simulated_tables(run: Simulated) -> list[Table]:
     figures, constraint = run.figures, run.plan.constraint
     bounded = "request_latency_s" if constraint.sla == "request" else "latency_s"
     whole = _bound(constraint.latency_bound_s, constraint.quantile)
-    shares = {"goodput": _bound(constraint.quantile)} if constraint.bounds_latency else {}
+    shares = {"goodput": percent(constraint.quantile)} if constraint.bounds_latency else {}
     bounds = {bounded: _bound(constraint.latency_bound_s)} | shares
     rows = [
         [
@@ -278,9 +278,11 @@ def simulated_tables(run: Simulated) -> list[Table]:
             bounds.get(name, ""),
         ]
         for name, label in SIMULATED.items()
-        if name in figures
+        if name in figures and name != "goodput"
     ]
-    rows += [[f"share of {name} within its bounds", f"{share:.4g}", ""] for name, share in run.kept.items()]
+    if "goodput" in figures:
+        rows.append([SIMULATED["goodput"], percent(figures["goodput"]), shares.get("goodput", "")])
+    rows += [[f"share of {name} within its bounds", percent(share), ""] for name, share in run.kept.items()]
     found = [table(f"{run.plan.policy.kind}, simulated", ["", "", "bound"], rows)]
     if run.times is not None:
         at = {
@@ -460,7 +462,8 @@ def decision_table(decision: Decision) -> Fitting:
             rows.append([f"{name}: {policy.kind}", *figures])
             below.append(f"{name}: {settings}")
     title = f"plans under {decision.num_requests} observed requests"
-    return Fitting(title, ["plan", "arrivals/s", "req/s", "latency s", "bound"], rows, below=below)
+    time = "latency s" if decision.running.arrival_rate_per_s is None else "whole s"
+    return Fitting(title, ["plan", "arrivals/s", "req/s", time, "bound"], rows, below=below)
 
 
 def calibration_notes(calibration: Calibration) -> list[str]:

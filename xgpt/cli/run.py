@@ -232,22 +232,26 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, expla
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("searching for better plans"):
-        found = api.replan(given, **options.given())
+        found = api.replan(plan_path, path=output or "plan.json", **options.given())
     if file is not None:
         write(file, dump_json(found.plan))
     if as_json:
         click.echo(dump_json(found.decision), nl=False)
     else:
-        then = None if found.decision.action == "keep" else offer_of(found.plan, path=output or "plan.json")
-        click.echo("\n".join(words.decision_lines(found.decision, then, found.load)))
-        seen = found.observation
+        decision, seen = found.decision, found.observation
+        if (told := decision.recommendation) is not None:
+            pause = f"The change pauses requests for {decision.pause_s:.2g} s." if decision.pause_s else ""
+            click.echo("\n".join(words.told(told, explain, pause)))
+        else:
+            then = None if decision.action == "keep" else offer_of(found.plan, path=output or "plan.json")
+            click.echo("\n".join(words.decision_lines(decision, then)))
         distances = f"{seen.input_distance:.1f} (inputs) and {seen.output_distance:.1f} tokens (outputs)"
         notes = [f"Wasserstein distances from the plan's lengths: {distances}"] if explain else []
         if found.judged.deployed(pinned=given.pinned) != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")
-        render.show(*([render.decision_table(found.decision)] if explain else []), *notes)
-        if not explain:
+        render.show(*([render.decision_table(decision)] if explain else []), *notes)
+        if not explain and told is None:
             click.echo("Figures of both plans, distances of lengths: --explain.")
 
 

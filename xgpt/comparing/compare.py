@@ -26,7 +26,7 @@ from xgpt.comparing.scoring import (
 )
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ClusterSpec, Plan, Recommendation
+from xgpt.core.schema import ClusterSpec, Pinned, Plan, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.recommend import name_of
@@ -178,6 +178,7 @@ def _with_current(
     compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
+    scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))
     judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path)
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)

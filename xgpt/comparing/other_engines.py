@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xgpt.comparing.current import CurrentEngine, sglang_drafts
-from xgpt.comparing.flags import DTYPES, FlagTable, count, judge, share, types_of, value_of
+from xgpt.comparing.flags import DTYPES, FlagTable, Given, count, judge, share, types_of, value_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
@@ -81,6 +81,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         mixes=True if given.get("enable-mixed-chunk") == "yes" and drafts is None else None,
         model=given.get("model-path") or next(iter(free), None),
         shortens=True,
+        kept=_kept(given),
         drafts=drafts,
     )
 
@@ -113,4 +114,9 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes=(*notes, "data types: assumed to be the checkpoint's"),
         framework="tensorrt-llm",
         model=next(iter(free), None),
+        kept=_kept(given),
     )
+
+
+def _kept(given: Given) -> Given:
+    return {name: value for name, value in given.items() if name == "port"}

@@ -1,50 +1,98 @@
-"""Judge a running plan by a replay of a log, as `xgpt compare` judges a deployment, on the plan's own devices."""
+"""Judge a running plan by a log as `xgpt compare` judges a deployment: by the same search, replay and rule."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 
+from xgpt.comparing.assumptions import ranges
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import LogLoad
-from xgpt.core.schema import Plan, Profile
-from xgpt.core.schema.recommendation import AtLoad
-from xgpt.deciding.load import at_load, carried
-from xgpt.deciding.recommend import by_replay
-from xgpt.deciding.words import kept_in_words
-from xscheduler.replanning.decide import ReplayedLog, Verdict, judged
-from xscheduler.replanning.judge import Terms
+from xgpt.core.schema import Outcome, Plan, PlanDraft, Profile
+from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.load import CarriedLoad, carried
+from xgpt.solving import plan_again
+from xscheduler.found import Found
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xscheduler.replanning.decide import SWAPPABLE, Verdict, loading_s
+from xscheduler.replanning.judge import ArrivalsJudge, Terms
 from xscheduler.replanning.replanner import Replanned, concluded, observe_log, propose
+from xscheduler.replanning.situation import Situation
 
 
-def replan_for(plan: Plan, profile: Profile, log: LogLoad, terms: Terms) -> Replanned:
-    """Judge by a log whether another plan on the same devices should run.
+def replan_for(
+    plan: Plan, profile: Profile, log: LogLoad, terms: Terms, path: str = "plan.json", now_path: str | None = None
+) -> Replanned:
+    """Judge by a log whether another plan should run. A plan that maximises no arrival rate, or that cannot be
+    replayed, is judged by the rate of the log's busiest window.
 
-    A plan that keeps the bounds of the whole log and in each window stays. So does one that keeps them for clearly more
-    requests than the best other plan, if neither holds the log. If a plan maximises no arrival rate, or the log cannot
-    be replayed, the rate of the busiest window decides.
+    Args:
+        path, now_path: where the new plan will be written, and the judged one was read.
     """
-    observation, load, constraint = observe_log(plan, log), carried(log, None), plan.constraint
-    is_replayed = constraint.maximises_arrivals and constraint.bounds_latency and plan.workload.sessions is None
-    seen = at_load(plan, profile, load) if load is not None and is_replayed else None
-    if load is None or seen is None or seen.share_kept is None:
-        decision, then = propose(plan, profile, observation, terms)
-        return Replanned(plan, observation, decision, then or plan)
-    worst = seen.share_kept if seen.worst_share_kept is None else min(seen.share_kept, seen.worst_share_kept)
+    observation, load = observe_log(plan, log), carried(log, None)
+    is_replayed = plan.constraint.maximises_arrivals and plan.workload.sessions is None
+    if load is not None and is_replayed and load.kept(plan, profile) is not None:
+        try:
+            return _replayed(plan, profile, load, terms, path, now_path)
+        except InfeasibleError:  # then plans for looser bounds are found
+            pass
+    decision, then = propose(plan, profile, observation, terms)
+    return Replanned(plan, observation, decision, then or plan)
+
+
+def _replayed(
+    plan: Plan, profile: Profile, load: CarriedLoad, terms: Terms, path: str, now_path: str | None
+) -> Replanned:
+    assert load.log is not None
     started, slowdown = time.perf_counter(), plan.profile.slowdown
-    under = observation if seen.holds else observation.but(goodput=worst)
-    verdict = judged(plan, profile, under, terms, slowdown, ReplayedLog(seen.holds, kept_in_words(seen)))
-    if verdict.plan is not None:
-        verdict = _replayed(verdict, at_load(verdict.plan, profile, load), seen)
+    observation = observe_log(plan, load.log)
+    situation = Situation.of(plan, profile, observation, slowdown)
+    judge = ArrivalsJudge(situation, terms)
+    planned = plan_again(plan, _problem(situation, load.log), load)
+    problem = planned.problem
+    now, best = judge.judged.proven(plan.ceiling), planned.best
+    trace, kind = load.log.requests, next(iter(planned.plans))
+    gains = ranges({kind: best}, problem.profile, now, problem.profile, trace) if rate_of(now) > 0 else {}
+    told = planned.recommend(
+        now=now, now_profile=problem.profile, gains=gains, path=path, now_path=now_path, least_gain=1 + terms.least_gain
+    )
+    assert told.now is not None and told.now.at_load is not None
+    is_same = Placement.of(plan) == Placement.of(best) and plan.replicas == best.replicas
+    is_swap = is_same and {plan.policy.kind, best.policy.kind} <= set(SWAPPABLE) and not _is_engines_own(plan)
+    running = judge.running.but(keeps_bound=told.now.at_load.holds)
+    first = told.rejected or told.best
+    outcome = judge.outcome(best)
+    verdict = Verdict(
+        running,
+        breaks_bound=not told.now.at_load.holds,
+        reason=told.why or "the best plan keeps the bounds at a higher rate",
+        best=outcome.but(keeps_bound=first.at_load is not None and first.at_load.holds),
+        found=Found(best, best.ceiling),
+        is_swap=is_swap,
+        gain=_gain(running, outcome),
+        pause_s=0.0 if is_swap else running.latency_s + loading_s(best, profile, plan),
+        switch=told.action == "change",
+    )
     decision, then = concluded(plan, observation, verdict, slowdown, started)
-    return Replanned(plan, observation, decision, then or plan, seen)
+    return Replanned(plan, observation, decision.but(recommendation=told), then or plan)
 
 
-def _replayed(verdict: Verdict, then: AtLoad, now: AtLoad) -> Verdict:
-    """Let a replay of the best plan, too, overrule what was decided by rates."""
-    found = None if then.holds else by_replay(then, now)
-    if found is not None and found[0] == "keep":
-        return replace(verdict, switch=False, reason=found[1])
-    if not (kept := kept_in_words(then)):  # its arrivals cannot be counted
-        return verdict
-    reason = f"{verdict.reason}; replayed, the best plan keeps them for {kept}"
-    return replace(verdict, switch=verdict.switch or then.holds or found is not None, reason=reason)
+def _problem(situation: Situation, log: LogLoad) -> Problem:
+    """Return the problem as `xgpt plan` poses it for the log. What xgpt's own engine serves keeps its devices."""
+    plan, problem = situation.plan, situation.problem(in_place=False)
+    problem = replace(problem, workload=situation.lengths.but(name=log.name))
+    if log.requests.prefixes is not None:
+        problem = replace(problem, reused=None)
+    if plan.cluster.is_local or plan.pinned.fixed or not _is_engines_own(plan):
+        return problem
+    return replace(problem, max_devices=None, replicas=None)
+
+
+def _gain(running: Outcome, best: Outcome) -> float:
+    now, then = (outcome.arrival_rate_per_s or 0.0 for outcome in (running, best))
+    return then / now - 1 if now else 1.0
+
+
+def _is_engines_own(plan: PlanDraft) -> bool:
+    return plan.engine is not None and plan.engine.framework != "xgpt" and plan.engine.scheduler == "own"

@@ -29,8 +29,8 @@ QUANTIZES = ("vllm", "sglang")
 """Engines that convert a checkpoint's weights to float8 at the start. Other engines need a checkpoint in float8."""
 
 
-PORT = 8000
-"""Port of the first process. Further processes of a machine have the next ports."""
+PORT, PORTS = 8000, {"sglang": 30000}
+"""Port of the first process, by the engine's default. Further processes of a machine have the next ports."""
 DEVICES = {"mi3": "HIP_VISIBLE_DEVICES", "arc": "ZE_AFFINITY_MASK"}
 """Environment variable that selects devices, by the beginning of their name. For others, CUDA_VISIBLE_DEVICES."""
 
@@ -54,7 +54,7 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
     framework = "vllm" if plan.engine is None else plan.engine.framework
     if each > on_node:
         return _over_nodes(plan, kept, framework, groups)
-    of_node, base = max(1, on_node // each), int((kept or {}).get("port", PORT))
+    of_node, base = max(1, on_node // each), port_of(plan, kept)
     together = framework in ("vllm", "sglang") and plan.sharing_replicas == 1 and plan.model.experts is None
     found = []
     for start in range(0, groups, of_node):
@@ -71,16 +71,23 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json")
     return tuple(found)
 
 
+def port_of(plan: Plan, kept: Given | None = None) -> int:
+    """Return the port on which a plan's first process answers: the one in `kept`, or its engine's default."""
+    framework = "" if plan.engine is None else plan.engine.framework
+    given = (kept or {}).get("port", "")
+    return int(given) if given.isdecimal() else PORTS.get(framework, PORT)
+
+
 def _over_nodes(plan: Plan, kept: Given | None, framework: str, groups: int) -> tuple[Process, ...]:
     each, on_node = plan.devices_per_replica * plan.sharing_replicas, plan.cluster.devices_per_node
-    nodes = -(-each // on_node)
+    nodes, base = -(-each // on_node), port_of(plan, kept)
     found = []
     for node in range(groups * nodes):
         group, rank = divmod(node, nodes)
         words = meeting(framework, nodes, str(rank), f"NODE{group * nodes}")
         words += ["--headless"] if rank and framework == "vllm" else []
-        command = " ".join([str(engine_command(plan, kept, port=PORT)), *words])
-        found.append(Process(command=command, port=PORT, devices=tuple(range(min(each, on_node))), node=node))
+        command = " ".join([str(engine_command(plan, kept, port=base)), *words])
+        found.append(Process(command=command, port=base, devices=tuple(range(min(each, on_node))), node=node))
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from xgpt.core.load import KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
-from xgpt.deciding.ranges import confidence
+from xgpt.deciding.ranges import confidence, paces_of, rate_at
 from xsimulator.replay import replay
 
 MOST_COPIES = 4
@@ -76,7 +77,8 @@ def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
     seen = of_log(load.log, kept, plan.constraint.quantile)
     # The replay overrules the rate of the log's busiest window, but not a rate that the user states.
     holds = seen.holds and (found.holds or bool(load.window))
-    return seen.but(rate_per_s=load.rate_per_s, window=load.window, confidence=found.confidence, holds=holds)
+    likely = found.confidence if seen.holds or found.confidence is None else 0.0
+    return seen.but(rate_per_s=load.rate_per_s, window=load.window, confidence=likely, holds=holds)
 
 
 def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
@@ -94,13 +96,28 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
     )
 
 
-def enough(plan: Plan, profile: Profile, load: CarriedLoad) -> int | None:
-    """Return a number of devices that holds a load as several deployments of a plan, or None if it is not known."""
+class Copies(NamedTuple):
+    """Several deployments of a plan that hold a load together, and the probability that they do (None: not known)."""
+
+    num_devices: int
+    confidence: float | None
+
+    def rank(self, wanted: float) -> tuple[bool, int]:
+        """Return a key that puts fewer devices first, but those last that hold the load less surely than wanted."""
+        return self.confidence is not None and self.confidence < wanted, self.num_devices
+
+
+def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Copies | None:
+    """Return the fewest deployments of a plan that hold a load with the wanted probability or, if none do, with a
+    smaller one. Return None if no number is known.
+    """
     if rate_of(plan) <= 0:
         return None
-    least = max(2, ceil(load.rate_per_s / rate_of(plan)))
+    least, paces = max(2, ceil(load.rate_per_s / rate_of(plan))), paces_of(plan, profile)
+    if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
+        least = max(least, ceil(load.rate_per_s / surely))
     for copies in range(least, least + MOST_COPIES):
         kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
         if kept is None or kept.holds(plan.constraint.quantile):
-            return copies * plan.num_devices
+            return Copies(copies * plan.num_devices, confidence(plan, profile, load.rate_per_s / copies))
     return None

@@ -35,8 +35,16 @@ class PaceRange(NamedTuple):
         """Return the probability that steps are not slower than this, if the logarithm of pace is normal."""
         if self.slow <= self.fast:
             return float(pace >= self.slow)
+        return self._law.cdf(log(pace))
+
+    def at(self, share: float) -> float:
+        """Return the pace than which steps are not slower with this probability."""
+        return self.slow if self.slow <= self.fast else exp(self._law.inv_cdf(min(max(share, 1e-6), 1 - 1e-6)))
+
+    @property
+    def _law(self) -> NormalDist:
         middle, spread = (log(self.slow) + log(self.fast)) / 2, (log(self.slow) - log(self.fast)) / 2
-        return NormalDist(middle, spread / NormalDist().inv_cdf((1 + INSIDE) / 2)).cdf(log(pace))
+        return NormalDist(middle, spread / NormalDist().inv_cdf((1 + INSIDE) / 2))
 
 
 def paces_of(plan: PlanDraft, profile: Profile) -> PaceRange | None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Literal
-
-import numpy as np
 
 from xgpt.comparing.flags import Given
-from xgpt.core.schema import Offer, Plan, Profile, Ranged, Recommendation
+from xgpt.core.schema import Offer, Plan, PlanDraft, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import (
@@ -17,6 +14,7 @@ from xgpt.core.schema.recommendation import (
     AtLoad,
     BoundKept,
     BoundName,
+    Copied,
     Gain,
     Measurement,
     OfferedCluster,
@@ -25,7 +23,7 @@ from xgpt.core.schema.recommendation import (
 from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
-from xgpt.deciding.load import CarriedLoad, at_load, enough
+from xgpt.deciding.load import CarriedLoad, Copies, at_load, enough
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import kept_in_words
@@ -33,12 +31,15 @@ from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xscheduler.objectives.sizing import ClusterChoice, Judged
 from xsimulator.capacity import Trial
+from xsimulator.measures import quantile_of
 from xsimulator.session_rate import SessionTrial, per_session
 
 BOUNDED: tuple[BoundName, ...] = ("latency", "TTFT", "TPOT", "session waiting", "session time")
 """Names of what users bound, in the order of `times_at`."""
 CLEAR = 0.005
 """Shares of kept requests that differ by less are about equal."""
+MOST_RANKED = 2
+"""Number of other policies' plans, the highest rates first, of which one may stand beside the best plan."""
 LEAST_GAIN = 1.05
 """Least factor by which another plan must be better than the present deployment to replace it."""
 
@@ -67,6 +68,8 @@ def recommend(
     kept: Given | None = None,
     path: str = "plan.json",
     now_path: str | None = None,
+    wanted: float = 0.9,
+    least_gain: float = LEAST_GAIN,
 ) -> Recommendation:
     """Return what to run.
 
@@ -81,6 +84,8 @@ def recommend(
         beside: the best plan of another shape, or None.
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
+        wanted: probability with which devices must hold the load.
+        least_gain: factor by which another plan must be better than the present deployment to replace it.
     """
 
     def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
@@ -98,21 +103,28 @@ def recommend(
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
         is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
         gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
-    action, why = _decide(first, present, gain)
+    action, why = _decide(first, present, gain, least_gain)
     varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
-    more = next((plan for plan in others.values() if not by_itself(plan) and rate_of(plan) > rate_of(best)), None)
-    rest = [plan for plan in others.values() if plan is not more]
-    next_best = beside or max(rest, key=rate_of, default=None)
+    is_lost = first.at_load is not None and not first.at_load.holds
+    if action == "run" and is_lost and best.constraint.maximises_arrivals and load and load.kept(best, profile):
+        why = "of the plans found, it keeps the bounds for most of your requests"
+    ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
+    more = next((plan for plan in ranked if not by_itself(plan) and is_better(plan, best, profile, load)), None)
+    next_best = beside or next((plan for plan in ranked if plan is not more), None)
     chosen = present if action == "keep" and present is not None else first
     shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
-    more_devices: tuple[int, Literal["best", "rejected"]] | None = None
+    copies = dict[Copied, Copies]()
     if load is not None and chosen.at_load is not None and not chosen.at_load.holds:
-        of_shown, of_best = enough(*shown, load), None if chosen is first or is_best else enough(best, profile, load)
-        if of_best is not None and (of_shown is None or of_best < of_shown):
-            more_devices = of_best, "rejected"
-        elif of_shown is not None:
-            more_devices = of_shown, "best"
+        roles: dict[Copied, tuple[Plan | None, Profile]] = {
+            "best": shown,
+            "rejected": (None if chosen is first or is_best else best, profile),
+            "runner_up": (next_best, profile),
+        }
+        for role, (plan, of) in roles.items():
+            if plan is not None and (several := enough(plan, of, load, wanted)) is not None:
+                copies[role] = several
+    copied = min(copies, key=lambda role: copies[role].rank(wanted), default=None)
     return Recommendation(
         action=action,
         model=best.model.name,
@@ -129,12 +141,13 @@ def recommend(
         runner_up_gain=None
         if next_best is None or now is None
         else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
-        with_more_work=None if more is None else offer_of(more, kept, path),
+        with_more_work=None if more is None else offered(more) if is_lost else offer_of(more, kept, path),
         sizes=tuple(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
         ),
-        would_hold=None if more_devices is None else more_devices[0],
-        would_hold_of="best" if more_devices is None else more_devices[1],
+        would_hold=None if copied is None else copies[copied].num_devices,
+        would_hold_confidence=None if copied is None else copies[copied].confidence,
+        would_hold_of=copied or "best",
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
@@ -145,6 +158,17 @@ def recommend(
         else _measurement(now, present, now_path),
         warnings=best.estimate.warnings,
     )
+
+
+def is_better(plan: PlanDraft, than: PlanDraft, profile: Profile, load: CarriedLoad | None) -> bool:
+    """Return whether a plan is better than another: it keeps more of a log that the other one does not hold, or else
+    the bounds at a higher rate.
+    """
+    seen = None if load is None else load.kept(than, profile)
+    if load is None or seen is None or seen.holds(than.constraint.quantile):
+        return rate_of(plan) > rate_of(than)
+    kept = load.kept(plan, profile)
+    return kept is not None and kept.share > seen.share
 
 
 def _cluster(choice: ClusterChoice) -> OfferedCluster:
@@ -212,7 +236,9 @@ def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKep
             name=name,
             bound_s=bound,
             quantile=quantile or constraint.quantile,
-            predicted_s=None if reached is None else float(np.quantile(reached, quantile or constraint.quantile)),
+            predicted_s=None
+            if reached is None or not len(reached)
+            else quantile_of(reached, quantile or constraint.quantile),
         )
         for (name, bound, quantile), reached in zip(bounds, seen, strict=True)
         if bound is not None
@@ -225,14 +251,14 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
     """
     if plan.workload.sessions is None:
         times = Trial(plan, profile).at(rate_per_s)
-        return (None,) * 5 if times is None else (times.whole_s, times.ttft_s, times.tpot_s, None, None)
+        return (None,) * 5 if times is None else (times.whole_s, times.ttft_s, times.gaps_s, None, None)
     trial = SessionTrial(plan, profile)
     run, _, counts = trial.at(rate_per_s / trial.turns)
     of_sessions = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s))
     return (run.whole_s[counts], run.ttft_s[counts], run.tpot_s[counts], *of_sessions)
 
 
-def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action, str]:
+def _decide(first: Offer, now: Offer | None, gain: Gain | None, least_gain: float = LEAST_GAIN) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None:
         return "run", ""
@@ -256,7 +282,7 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None) -> tuple[Action,
         return "change", "the present deployment keeps the bounds at no rate"
     if each.low is not None and each.low < 1:
         return "keep", f"the best plan may be worse: {each.low:.2f} times as much if {gain.worst}"
-    if each.value < LEAST_GAIN:
+    if each.value < least_gain:
         return "keep", f"the best plan gains only {100 * (each.value - 1):.0f}%"
     return "change", ""
 

@@ -13,6 +13,8 @@ from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, S
 WIDTH, MOST_LINES = 80, 15
 PAGE = 10_000
 """Width of a line on a page, which wraps lines itself."""
+FAR = 1.0
+"""A plan that a proof leaves further from the optimum than this share is not called near it."""
 MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
 ALWAYS = 9
@@ -26,7 +28,7 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
         most: number of lines after which the least important sentences are left out. None means that none are.
         end: a last sentence, such as where to read more. It is never left out.
     """
-    said = list(_sentences(found))
+    said, fewer = list(_sentences(found)), False
     while True:
         texts = [text for _, text in said]
         if end and texts[-1].endswith(".") and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
@@ -35,9 +37,12 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
             texts.append(end)
         shown = [line for text in texts for line in wrapped(text, width)]
         least = min(said, key=lambda each: each[0])
-        if most is None or len(shown) <= most or least[0] == ALWAYS:
+        if most is None or len(shown) <= most or (least[0] == ALWAYS and fewer):
             return shown
-        said.remove(least)
+        if least[0] == ALWAYS:
+            said, fewer = [each for each in _sentences(found, 1) if each[0] == ALWAYS], True
+        else:
+            said.remove(least)
 
 
 def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
@@ -46,19 +51,22 @@ def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
     return lines(found, most=None if explained else MOST_LINES, end=end)
 
 
-def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
+def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterator[tuple[int, str]]:
     """Yield sentences with their ranks: the lowest are left out first."""
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
     if load is not None and not load.holds:
         would = ""
-        if found.would_hold and (of := found.rejected if found.would_hold_of == "rejected" else best) is not None:
+        of = {"best": best, "rejected": found.rejected, "runner_up": found.runner_up}[found.would_hold_of]
+        if found.would_hold and of is not None:
             name = "this plan" if not keeps else "what runs now" if of is best else "the best plan"
-            would = f"; {found.would_hold} would, as {found.would_hold // of.num_devices} copies of {name}"
+            name = _in_short(of, best).rpartition(":")[0] if of is found.runner_up else name
+            sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
+            would = f"; {found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}"
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
         yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
-    yield from ((ALWAYS, text) for text in _answer(found))
+    yield from ((ALWAYS, text) for text in _answer(found, most_commands))
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
         yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
@@ -87,6 +95,7 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
     for each in found.clusters:
         yield ALWAYS, _cluster(each)
     if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
+        is_lost = found.limit_gap > FAR or (load is not None and not load.holds)
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
         where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
@@ -94,12 +103,13 @@ def _sentences(found: Recommendation) -> Iterator[tuple[int, str]]:
         if found.saturated_per_s is None:
             high = best.rate_per_s.high or 0.0  # steps may be faster than predicted, and the ceiling rises with them
             when = " at the predicted step times" if high > found.limit_per_s else ""
-            yield 6, f"{gap}{where}: no schedule {what} exceeds {most:.3g}/s{when}."
+            text = f"no schedule {what} exceeds {most:.3g}/s"
+            yield 6, f"N{text[1:]}{where}{when}." if is_lost else f"{gap}{where}: {text}{when}."
         else:
             here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
             yield 6, f"{gap}{where}: no schedule {what} {here}."
     if found.with_more_work is not None:
-        yield 4, f"With more work: {_in_short(found.with_more_work, best)}."
+        yield 4, f"With more work: {_in_short(found.with_more_work, best)}{_beside_load(found.with_more_work.at_load)}."
     if found.would_change:
         yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
     if found.measurement is not None:
@@ -116,7 +126,7 @@ def _kept_now(now: Offer, load: AtLoad) -> str:
     return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
 
 
-def _answer(found: Recommendation) -> Iterator[str]:
+def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterator[str]:
     best, why = found.best, found.why
     engine = f", {best.engine}" if best.engine else ""
     devices = found.devices
@@ -130,7 +140,7 @@ def _answer(found: Recommendation) -> Iterator[str]:
     if best.unverified:
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
     yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
-    yield from _commands(best)
+    yield from _commands(best, most_commands)
 
 
 def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
@@ -157,8 +167,8 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
     yield f"{text}."
     if found.log_turns_kept is not None and found.log_sessions_kept is not None:
         yield (
-            f"Replayed whole, {_percent(found.log_turns_kept)} of your log's turns and "
-            f"{_percent(found.log_sessions_kept)} of its sessions keep their bounds."
+            f"Replayed whole, {percent(found.log_turns_kept)} of your log's turns and "
+            f"{percent(found.log_sessions_kept)} of its sessions keep their bounds."
         )
     if found.from_host_per_s is not None:
         gain = found.from_host_per_s / found.rate_per_s - 1
@@ -191,7 +201,7 @@ def load_in_words(load: AtLoad, *, is_kept_said: bool = False) -> str:
 
 def kept_in_words(load: AtLoad) -> str:
     """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed."""
-    kept, least = (None if share is None else _percent(share) for share in (load.share_kept, load.worst_share_kept))
+    kept, least = (None if share is None else percent(share) for share in (load.share_kept, load.worst_share_kept))
     of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
     parts = [] if kept is None else [f"{kept}{of}"]
     parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({load.worst_window})"]
@@ -204,15 +214,21 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
         start = "Best that measurements verify"
     elif offer.unverified and not first.unverified:
         start += _not_verified(offer.unverified)
-    load, gain = offer.at_load, found.runner_up_gain
+    gain = found.runner_up_gain
     text = f"{start}: {_in_short(offer, found.best)}"
     if gain is not None and gain.factor is not None:
         text += f", {gain.factor.value:.2f} times yours"
-    if load is not None and not load.holds:
-        text += ", too little for your load"
-    elif load is not None and load.confidence is not None:
-        text += f", held in {tenths(load.confidence)}"
-    return f"{text}."
+    return f"{text}{_beside_load(offer.at_load)}."
+
+
+def _beside_load(load: AtLoad | None) -> str:
+    """Return what another candidate keeps of the user's load, in a few words."""
+    if load is None:
+        return ""
+    if not load.holds:
+        kept = load.share_kept
+        return ", too little for your load" if kept is None else f", keeps {percent(kept)} of your load"
+    return "" if load.confidence is None else f", held in {tenths(load.confidence)}"
 
 
 FEW = "too few"
@@ -253,14 +269,11 @@ def _cluster(each: OfferedCluster) -> str:
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
 
 
-def decision_lines(
-    decision: Decision, then: Offer | None = None, load: AtLoad | None = None, width: int = WIDTH
-) -> list[str]:
+def decision_lines(decision: Decision, then: Offer | None = None, width: int = WIDTH) -> list[str]:
     """Return the lines on a judgement of a running plan: keep it or change to which, the gain, and for which load.
 
     Args:
         then: the plan to change to.
-        load: what the running plan keeps of the log by which it was judged.
     """
     best = decision.best
     if then is None or best is None:
@@ -278,20 +291,20 @@ def decision_lines(
             said.append(f"{start}: {rates[1]:.3g} requests/s, where what runs now keeps the bounds at no rate.")
     lengths = f"{decision.input_mean:.0f} input and {decision.output_mean:.0f} output tokens on average"
     rate = "" if decision.arrival_rate_per_s is None else f", {decision.arrival_rate_per_s:.3g} requests/s"
-    if load is not None:
-        said.append(f"Your load: {load_in_words(load, is_kept_said=True)}; {lengths}.")
-    else:
-        said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{rate}.")
+    said.append(f"For {decision.num_requests:,} {decision.lengths} requests: {lengths}{rate}.")
     if decision.slowdown != 1:
         said.append(f"Steps take {decision.slowdown:.2f} times as long as in the profile.")
     return [line for text in said for line in wrapped(text, width)]
 
 
-def _commands(offer: Offer) -> Iterator[str]:
-    for process in offer.processes[:MOST_COMMANDS]:
-        yield f"$ {process.command}"
-    if (rest := len(offer.processes) - MOST_COMMANDS) > 0:
+def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:
+    """Yield the commands of the first processes. A command that several machines run alike is yielded once."""
+    commands = list(dict.fromkeys(process.command for process in offer.processes))
+    yield from (f"$ {command}" for command in commands[:most])
+    if (rest := len(commands) - most) > 0:
         yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
+    elif len(commands) == 1 and len(offer.processes) > 1:
+        yield f"on each of {len(offer.processes)} machines"
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
@@ -312,10 +325,12 @@ def gain_in_words(found: Recommendation) -> str:
         start = f"The best plan, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
-    if gain.factor.value < 1 and other is None:
-        start = start.replace("Gain", "Rate", 1)
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
+    if gain.factor.value < 1 and other is None:
+        if found.best.at_load is not None and not found.best.at_load.holds:
+            return f"Rates at which {percent(found.bounds[0].quantile)} keep the bounds: {rates}"
+        start = start.replace("Gain", "Rate", 1)
     if gain.per_device is None:
         return f"{start}: {gain.factor.value:.2f} times{_likely(gain.factor)}: {rates}"
     each = f"per device {gain.per_device.value:.2f}{_likely(gain.per_device)}"
@@ -374,7 +389,7 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
             shown.append((label, seconds(bound.predicted_s)))
     if load is not None:
         shown.append(("your load, requests/s", f"{load.rate_per_s:.3g}"))
-        if load.confidence is not None:
+        if load.confidence is not None and load.holds:
             shown.append(("holds your load in", tenths(load.confidence)))
     if best.cost_per_hour is not None:
         shown.append(("cost of an hour", f"{best.cost_per_hour:.4g}"))
@@ -394,7 +409,8 @@ def tenths(share: float) -> str:
     return "hardly any case" if share < 0.05 else f"{max(1, min(9, int(10 * share + 1e-9)))} of 10 cases"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Return a share as in 99.98%. "all" means all."""
     return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
 
 

@@ -30,7 +30,7 @@ from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES, runnable
 from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
-from xsimulator.measures import Measured
+from xsimulator.measures import Measured, quantile_of
 from xsimulator.run import run_simulation, simulate
 from xsimulator.session_rate import SessionTrial
 from xsimulator.sessions import places_in_sessions
@@ -223,10 +223,9 @@ def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
     for share in RATES:
         seen = dict(zip(BOUNDED, times_at(plan, profile, share * most), strict=True))
         for bound in told.bounds:
-            if (times := seen[bound.name]) is None:
+            if (times := seen[bound.name]) is None or not len(times):
                 continue
-            reached = float(np.quantile(times, bound.quantile))
-            points[bound.name].append((share * most, reached / bound.bound_s))
+            points[bound.name].append((share * most, quantile_of(times, bound.quantile) / bound.bound_s))
     lines = [
         charts.Series(
             f"{bound.name} {_ordinal(bound.quantile)}, of {words.seconds(bound.bound_s)}",

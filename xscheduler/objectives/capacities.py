@@ -120,11 +120,13 @@ HALVINGS = 5
 
 
 def mixing_edge(plans: Sequence[PlanDraft], profile: Profile) -> MixingEdge | None:
-    """Return the cost of mixed steps above which another plan is better than the first one."""
+    """Return the cost of mixed steps above which another plan is better than the first one, unless one is already."""
     best, rivals = plans[0], [plan for plan in plans if _mixes(plan) != _mixes(plans[0])]
     if profile.source == "measured" or not rivals:
         return None
     rival = max(rivals, key=maximised)
+    if maximised(rival) >= maximised(best):
+        return None
     mixed, other = (best, rival) if _mixes(best) else (rival, best)
     now = 0.0 if best.engine is None else best.engine.mixing
     closed = _closed(mixed, profile, now)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Observation, Outcome, Plan, PlanDraft, Profile
@@ -43,13 +42,6 @@ lanes must drain first.
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
-class ReplayedLog(NamedTuple):
-    """What a plan keeps of a log: whether that is enough, and what it is in words."""
-
-    holds: bool
-    kept: str
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The result of comparing the running plan with the best plan.
@@ -77,36 +69,20 @@ class Verdict:
 
 
 def judged(
-    plan: Plan,
-    profile: Profile,
-    observation: Observation,
-    terms: Terms | None = None,
-    slowdown: float | None = None,
-    replayed: ReplayedLog | None = None,
+    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
 ) -> Verdict:
-    """Compare a running plan with the best plan for the observed lengths, by the plan's objective.
-
-    Args:
-        replayed: what the running plan keeps of the log that was observed. A plan that keeps the bounds in it stays,
-            whatever others gain.
-    """
+    """Compare a running plan with the best plan for the observed lengths, by the plan's objective."""
     situation = Situation.of(plan, profile, observation, slowdown)
-    if replayed is not None and replayed.holds:
-        running = ArrivalsJudge(situation, terms or Terms()).running
-        return Verdict(
-            running.but(keeps_bound=True), breaks_bound=False, reason=f"it keeps the bounds for {replayed.kept}"
-        )
-    seen = None if replayed is None else f"it keeps the bounds only for {replayed.kept}"
-    verdict = _judged(situation, terms or Terms(), observation.num_requests, seen)
+    verdict = _judged(situation, terms or Terms(), observation.num_requests)
     if observation.cause == "asked":
         verdict = _kept_at_load(situation, verdict, observation.num_requests)
     return replace(verdict, num_unbuilt=len(situation.unbuilt))
 
 
-def _judged(situation: Situation, terms: Terms, num_requests: int, seen: str | None) -> Verdict:
+def _judged(situation: Situation, terms: Terms, num_requests: int) -> Verdict:
     plan = situation.plan
     if plan.constraint.maximises_arrivals:
-        return with_known_rate(_judged_by_arrivals(situation, terms, seen), num_requests)
+        return with_known_rate(_judged_by_arrivals(situation, terms), num_requests)
     if plan.constraint.maximise is not None:
         judge = SaturatedJudge(situation, terms)
         reason = f"re-planning cannot compare plans by {plan.constraint.maximise}, which the plan maximises: plan again"
@@ -116,13 +92,13 @@ def _judged(situation: Situation, terms: Terms, num_requests: int, seen: str | N
     return _judged_by_requests(situation, terms)
 
 
-def _judged_by_arrivals(situation: Situation, terms: Terms, seen: str | None) -> Verdict:
+def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
     """If too many requests break their bounds now, a small gain is enough for a change."""
     if not situation.misses:
         return decide(ArrivalsJudge(situation, terms))
     terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
     verdict = decide(ArrivalsJudge(situation, terms))
-    kept = seen or (
+    kept = (
         f"{situation.goodput:.1%} of recent requests kept their bounds, but "
         f"{situation.plan.constraint.quantile:.1%} should"
     )

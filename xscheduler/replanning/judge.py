@@ -227,6 +227,13 @@ class ArrivalsJudge(Judge):
         return found.but(keeps_bound=False) if self.situation.misses else found
 
     @cached_property
+    def judged(self) -> PlanDraft:
+        """The running plan with its figures for the observed lengths."""
+        if self.situation.is_as_planned and self.plan.estimate.capacity is not None:
+            return self.plan
+        return with_capacity(self._reestimated, self.situation.profile, edges=False)
+
+    @cached_property
     def _predicted(self) -> Outcome:
         if self.situation.is_as_planned and self.plan.estimate.capacity is not None:
             return self.outcome(self.plan)
@@ -241,7 +248,7 @@ class ArrivalsJudge(Judge):
                 keeps_bound=False,
                 arrival_rate_per_s=0.0,
             )
-        return self.outcome(with_capacity(found, self.situation.profile, edges=False))
+        return self.outcome(self.judged)
 
     @cached_property
     def _reestimated(self) -> PlanDraft:

@@ -30,7 +30,6 @@ from xgpt.core.processes import run_module
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import AtLoad
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
@@ -55,17 +54,12 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Replanned:
-    """A judgement of a running plan, and the plan that should run.
-
-    Attributes:
-        load: what the judged plan keeps of the log by which it was judged, or None without a replay.
-    """
+    """A judgement of a running plan, and the plan that should run."""
 
     judged: Plan
     observation: Observation
     decision: Decision
     plan: Plan
-    load: AtLoad | None = None
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:

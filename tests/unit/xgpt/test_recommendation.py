@@ -9,7 +9,7 @@ import pytest
 import xgpt
 from xgpt.comparing.compare import compare
 from xgpt.core.schema import Recommendation
-from xgpt.core.schema.recommendation import Ranged, Sized
+from xgpt.core.schema.recommendation import AtLoad, Process, Ranged, Sized
 from xgpt.deciding import words
 from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import lines
@@ -88,6 +88,26 @@ def test_the_runner_up_has_another_shape_and_verified_plans_stand_beside_others(
     assert told.runner_up is not None and told.runner_up.name != first.name
     assert not (first.unverified and told.runner_up.unverified)
     assert told.runner_up_gain.then == told.runner_up.rate_per_s.value and not told.runner_up.needs_xgpt
+
+
+def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
+    """A plan for 24 devices had 16 lines, 8 of them twice the same command. With many commands, one is printed."""
+    asked = plan_request(
+        model="llama-3.1-8b", cluster="h100x1", workload="azure-conv", latency_bound_s=8, policy="chunked"
+    )
+    told = solve(asked).recommendation
+    (command,) = {process.command for process in told.best.processes}
+    at = AtLoad(
+        rate_per_s=9, window="20:45 to 21:00", minute_per_s=12.8, num_requests=10**6, share_kept=0.9, holds=False
+    )
+    same = told.best.but(at_load=at, processes=(Process(command=command, port=8000),) * 3)
+    found = told.but(best=same, would_hold=40, would_hold_confidence=0.91)
+    said = lines(found, most=None)
+    text = " ".join(" ".join(said).split())
+    assert text.count("vllm serve") == 1 and "on each of 3 machines" in text
+    assert "; 40 would in 9 of 10 cases, as" in text
+    several = tuple(Process(command=f"env A={i} {command} --long {'x' * 60}", port=8000 + i) for i in range(8))
+    assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 
 
 def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:

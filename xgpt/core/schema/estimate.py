@@ -202,7 +202,9 @@ class Estimate(Frozen):
     changes the best policy, or that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
-    """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths do not vary."""
+    """Effect of correlated lengths. None means that the workload is not a trace, that its lengths do not vary, or that
+    it has times, so that a replay has its pairs of lengths.
+    """
     reuse: ReuseEstimate | None = None
     """The expected prefix reuse. None means that the plan expects none."""
     sessions: SessionEstimate | None = Field(default=None, exclude_if=lambda found: found is None)

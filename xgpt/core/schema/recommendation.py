@@ -14,6 +14,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.estimate import SessionEstimate
 
 Action = Literal["run", "change", "keep"]
+Copied = Literal["best", "rejected", "runner_up"]
 BoundName = Literal["latency", "TTFT", "TPOT", "session waiting", "session time"]
 
 
@@ -72,7 +73,8 @@ class AtLoad(Frozen):
     worst_share_kept: float | None = None
     """The share of its requests that keep the bounds."""
     confidence: float | None = None
-    """Probability that the candidate sustains the load, by the errors of earlier predictions. None means not known."""
+    """Probability that the candidate sustains the load, by the errors of earlier predictions. 0 means that not even the
+    prediction does, in a replay of the log. None means not known."""
     holds: bool = True
     """Whether the wanted share keeps the bounds, of the whole log and in each window, or without a log at the rate."""
 
@@ -201,8 +203,10 @@ class Recommendation(Frozen):
     least as surely as the lower one."""
     would_hold: int | None = None
     """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
-    would_hold_of: Literal["best", "rejected"] = "best"
-    """Of which candidate `would_hold` counts copies: of the one that takes fewer devices."""
+    would_hold_confidence: float | None = None
+    """Probability that this number holds the load: the wanted one, unless no number reaches it. None: not known."""
+    would_hold_of: Copied = "best"
+    """Of which candidate `would_hold` counts copies: of the one that takes fewest devices."""
     clusters: tuple[OfferedCluster, ...] = ()
     """The clusters that were compared, the cheapest first."""
     limit_per_s: float | None = None

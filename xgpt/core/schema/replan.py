@@ -9,6 +9,7 @@ from pydantic import Field
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.plan import Plan
 from xgpt.core.schema.policy import PolicySettings
+from xgpt.core.schema.recommendation import Recommendation
 from xgpt.core.schema.workload import Workload
 
 Action = Literal["keep", "swap", "redeploy"]
@@ -114,6 +115,7 @@ class Decision(Frozen):
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
         num_unbuilt: number of candidates that were skipped, because they could not be built.
+        recommendation: the decision as `xgpt compare` tells it, if it was made by a replay of a log. Otherwise None.
     """
 
     at: str
@@ -137,6 +139,7 @@ class Decision(Frozen):
     plan_sha256: str
     planning_s: float
     num_unbuilt: int = 0
+    recommendation: Recommendation | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
 class FailedJudgement(Frozen):

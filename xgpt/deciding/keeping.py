@@ -1,0 +1,65 @@
+"""Where the best schedule does not hold a log, find the one that keeps the bounds for most of its requests.
+
+A schedule of the highest rate within the bounds runs small batches, so that queues grow where more arrive. Schedules
+for looser bounds keep less of a steady load, but more of such a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import PlanDraft
+from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.load import CarriedLoad
+from xgpt.deciding.recommend import by_itself
+from xgpt.deciding.verified import unverified_shape
+from xscheduler.found import Found
+from xscheduler.objectives.best_plans import found_each
+from xscheduler.objectives.capacities import rated
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+
+LOOSER = (1.5, 2.0, None)
+"""Factors on all bounds. None means no bounds."""
+
+
+def keeping_most(
+    found: dict[str, Found], beside: PlanDraft | None, problem: Problem, load: CarriedLoad
+) -> tuple[dict[str, Found], PlanDraft | None]:
+    """Return the schedules with that first which keeps most of a log, and the one of another shape that keeps most.
+    Both are as given if the first one holds the log, or if there is no log.
+    """
+    kind, first = next(iter(found.items()))
+    kept = load.kept(first.draft, problem.profile) if problem.constraint.maximises_arrivals else None
+    if kept is None or kept.holds(problem.constraint.quantile):
+        return found, beside
+    tried = [first.draft, *(() if beside is None else (beside,)), *_for_looser_bounds(kind, first, problem)]
+    ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
+    best, *rest = ranked
+    shape = Placement.of(best).degrees, best.replicas
+    others = [draft for draft in rest if (Placement.of(draft).degrees, draft.replicas) != shape]
+    if unverified_shape(best):
+        others.sort(key=lambda draft: bool(unverified_shape(draft)))
+    if best is not first.draft:
+        found = {kind: Found(best, first.ceiling), **{name: one for name, one in found.items() if name != kind}}
+    return found, next(iter(others), None)
+
+
+def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
+    kept = load.kept(plan, problem.profile)
+    return 0.0 if kept is None else kept.share
+
+
+def _for_looser_bounds(kind: str, first: Found, problem: Problem) -> Iterator[PlanDraft]:
+    if not by_itself(first.plan) or first.draft.estimate.reuse is not None:
+        return
+    constraint = problem.constraint.but(arrival_rate_per_s=None)
+    for factor in LOOSER:
+        with suppress(InfeasibleError):
+            loose = found_each(problem.under(constraint.looser(factor)), first.draft.policy.kind)
+            draft = next(iter(loose.values())).draft.but(constraint=first.draft.constraint, pinned=first.draft.pinned)
+            draft = rated(draft.with_estimate(capacity=None), problem.profile)
+            if rate_of(draft) > 0:
+                yield draft
