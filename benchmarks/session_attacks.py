@@ -25,7 +25,7 @@ from xgpt.requests import plan_request
 from xscheduler.objectives.sessions import KINDS, found_in_sessions
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xsimulator.session_rate import RunLength, SessionTrial
+from xsimulator.session_rate import BY_COUNTS, RunLength, SessionTrial
 from xsimulator.session_routes import counts_routes
 
 CLUSTERS = (("h100x1", 1), ("h200x1", 1), ("a100x16", 2), ("h100x8", 2), ("l40sx8", 4))
@@ -104,7 +104,7 @@ def attacked(problem: Problem, rng: np.random.Generator, tries: int) -> float:
     return best
 
 
-FOUR_TIMES = RunLength(64, 80.0, 960_000)
+FOUR_TIMES = RunLength(64, 80.0, 960_000, BY_COUNTS.piled_up)
 
 
 def lasting(plan: PlanDraft, profile: Profile, rate: float) -> float | None:

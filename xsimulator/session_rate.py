@@ -37,11 +37,13 @@ class RunLength(NamedTuple):
         samples: it repeats the law's sample (`sample_of`) at least so many times, a multiple of four.
         lives: sessions begin over at least so many times the mean life of a session, if `most_turns` permits.
         most_turns: the largest number of turns, unless `LEAST_SAMPLES` have more.
+        piled_up: the largest share of sessions that may begin and not end. In short runs, it varies by chance.
     """
 
     samples: int
     lives: float
     most_turns: int
+    piled_up: float
 
     def samples_for(self, life: float, turns: int) -> int:
         """Return the number of samples of `turns` turns, if a session lives for `life` samples."""
@@ -50,11 +52,9 @@ class RunLength(NamedTuple):
 
 
 LEAST_SAMPLES = 4
-BY_COUNTS, ON_ENGINE = RunLength(16, 20.0, 240_000), RunLength(LEAST_SAMPLES, 4.0, 60_000)
+BY_COUNTS, ON_ENGINE = RunLength(16, 20.0, 240_000, 0.005), RunLength(LEAST_SAMPLES, 4.0, 60_000, 0.02)
 STEADY = 2.5
 """A rate at which sessions begin over fewer lives counts as not kept, since the run never is in a steady state."""
-MOST_PILED_UP = 0.005
-"""Largest share of sessions that may begin and not end."""
 FAR_OVER, FAR_PILED_UP = 1.5, 0.1
 """A run is made longer unless it is so many times over a bound, or this share of sessions do not end."""
 PRECISION = 0.02
@@ -108,7 +108,7 @@ class SessionTrial:
         self._lanes = lanes_of(plan, profile)
         self._sample, self.turns = sample_of(law, seed), turns_of(law)
         self._route, self._from_host, self._keeps_nothing = route, from_host, keeps_nothing
-        self._length = length or (BY_COUNTS if counts_routes(plan) else ON_ENGINE)
+        self.length = length or (BY_COUNTS if counts_routes(plan) else ON_ENGINE)
         self._known: dict[float, SessionRun] = {}
 
     def at(self, rate: float) -> SessionRun:
@@ -122,8 +122,8 @@ class SessionTrial:
                 life_s = float(per_session(run, counts, run.whole_s + run.paused_s).mean())
                 excess, piled_up = _excess(run, counts, self.plan.constraint), _pile_up(run, copies * each_s)
                 if excess < FAR_OVER and piled_up < FAR_PILED_UP:
-                    enough = self._length.samples_for(life_s / each_s, turns)
-            if copies * each_s < STEADY * life_s or piled_up > MOST_PILED_UP:
+                    enough = self.length.samples_for(life_s / each_s, turns)
+            if copies * each_s < STEADY * life_s or piled_up > self.length.piled_up:
                 excess = np.inf
             self._known[rate] = SessionRun(run, excess, counts)
         return self._known[rate]
@@ -186,17 +186,22 @@ def _turned(trace: TraceLengths, starts_s: Floats, span_s: float) -> TraceLength
         span_s: seconds of the run.
     """
     turns, first = trace.turns, trace.turns.after == FIRST
-    if not turns.is_plain:
-        return trace._replace(timestamp_s=np.where(first, starts_s[turns.session], 0.0))
-    paused = np.cumsum(turns.pause_s)
-    paused -= paused[np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
+    paused, before = turns.pause_s, turns.after
+    while (before != FIRST).any():  # each step doubles the number of turns whose pauses are summed
+        paused = paused + np.where(before == FIRST, 0.0, paused[before])
+        before = np.where(before == FIRST, FIRST, before[before])
     quarter = np.floor(4 * paused / span_s)
-    cut = ~first & (quarter != np.roll(quarter, 1))
-    begun = starts_s[turns.session] + np.where(cut, paused, 0.0)
+    cut = ~first & (quarter != quarter[turns.after])
+    begun = np.where(first | cut, (starts_s[turns.session] + np.where(cut, paused, 0.0)) % span_s, 0.0)
     after = np.where(cut, FIRST, turns.after)
-    common = np.where(cut, shared_tokens(trace), turns.common)
-    sessions = replace(turns, session=np.cumsum(first | cut) - 1, after=after, like=after, common=common)
-    return trace._replace(timestamp_s=np.where(cut, begun % span_s, np.where(first, begun, 0.0)), sessions=sessions)
+    root = np.where(after == FIRST, np.arange(len(after)), after)
+    while (root != root[root]).any():
+        root = root[root]
+    apart = (turns.like == FIRST) | (root[turns.like] != root)
+    like, common = np.where(apart, FIRST, turns.like), np.where(apart, shared_tokens(trace), turns.common)
+    number = (np.cumsum(after == FIRST) - 1)[root]
+    sessions = replace(turns, session=number, after=after, like=like, common=common)
+    return trace._replace(timestamp_s=begun, sessions=sessions)
 
 
 def _excess(times: TurnTimes, counts: np.ndarray, constraint: Constraint) -> float:

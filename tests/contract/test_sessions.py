@@ -192,7 +192,9 @@ def test_a_plans_rate_is_kept_four_times_as_long_and_below_its_ceiling(
     plan = xgpt.plan(model=model, cluster=cluster, devices=2, workload=workload, latency_bound_s=None, **bounds)
     found = plan.estimate.sessions
     assert found is not None and plan.search.gap is not None
-    assert SessionTrial(plan, profile_of(plan), length=RunLength(64, 80.0, 960_000)).keeps(0.98 * found.rate_per_s)
+    assert SessionTrial(plan, profile_of(plan), length=RunLength(64, 80.0, 960_000, 0.005)).keeps(
+        0.98 * found.rate_per_s
+    )
 
 
 def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: Path) -> None:
@@ -212,13 +214,14 @@ def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: 
     assert (sessions.common[order] - found.sessions.common < plan.block_size + trace.output.max()).all()
 
 
-def test_what_counts_has_the_work_of_a_steady_state(profile: Profile) -> None:
+@pytest.mark.parametrize("forks", few([{}, {"subagents": {"share": 0.3, "turns": {"kind": "constant", "value": 2}}}]))
+def test_what_counts_has_the_work_of_a_steady_state(profile: Profile, forks: dict[str, object]) -> None:
     """Many sessions pause for longer than a quarter of the run."""
     pauses = {"turns": {"kind": "constant", "value": 3}, "pause": {"median_s": 60, "p90_s": 400}}
-    law = SessionLaw.model_validate(LAW | pauses)
+    law = SessionLaw.model_validate(LAW | pauses | forks)
     plan = _plan(profile, "quantile", "chunked", 20_000)
     plan = plan.but(workload=workload_of_law("pauses", law), constraint=plan.constraint.but(ttft_s=1.0))
-    trial = SessionTrial(plan, profile, length=RunLength(4, 0.0, 0))
+    trial = SessionTrial(plan, profile, length=RunLength(4, 0.0, 0, 0.02))
     rate = 0.3 * plan.estimate.throughput_rps / trial.turns
     run = trial.at(rate).times
     span_s = run.trace.turns.num_sessions / rate

@@ -40,7 +40,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
-from xsimulator.session_rate import MOST_PILED_UP, PRECISION, SessionTrial
+from xsimulator.session_rate import PRECISION, SessionTrial
 
 KINDS = tuple(kind for kind in CHOICES if kind in POLICY_GROUPS["auto"] and CHOICES[kind].stations.admits_each_step)
 KEPT = (0.1, 0.4, 0.7)
@@ -182,6 +182,9 @@ class _SessionSearch:
                 f"keeps the bounds up to {ordered[0][1][1]:.4g}",
                 binding="arrival_rate_per_s",
             )
+        if ceiling.most is not None:  # more sessions may begin than end
+            piled_up = max(trial.length.piled_up for trial, _ in kept.values())
+            ceiling = Ceiling((1 + piled_up) * ceiling.most, ceiling.bound)
         return {
             kind: Found(in_sessions(trial, rate, decides=not i).but(pinned=pinned), ceiling)
             for i, (kind, (trial, rate)) in enumerate(ordered)
@@ -237,7 +240,7 @@ class _SessionSearch:
             if high <= (1 + PRECISION) * low:
                 break
             rate = (low * high) ** 0.5 if low else high / 4
-        return Ceiling((1 + MOST_PILED_UP) * high, BOUND)
+        return Ceiling(high, BOUND)
 
     def _bound(self, token_s: float) -> float:
         reused = self._turns.reused(self._turns.found(token_s), 0.0, holds_prompts=False)
