@@ -169,12 +169,6 @@ def binned(values: ArrayLike) -> Histogram:
     return Histogram(lengths=tuple(shares), probabilities=tuple(shares.values()))
 
 
-def standard_deviation(histogram: Histogram) -> float:
-    middle = histogram.mean
-    squares = sum(p * (x - middle) ** 2 for x, p in zip(histogram.lengths, histogram.probabilities, strict=True))
-    return math.sqrt(squares)
-
-
 def decoding_share(workload: Workload) -> float:
     """Return the share of requests with more than one output token. Only these decode."""
     output = workload.output

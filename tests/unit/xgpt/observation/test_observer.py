@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from benchmarks.lib.changing_lengths import Phase, simulated
+from tests.changing_lengths import Phase, simulated
 from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from xgpt.core.io import sha256

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema import Decision, Plan, Profile, Workload
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import quantile, sample
 from xgpt.observation.observer import Observer
@@ -130,40 +130,3 @@ def simulated(
     ended = {id_ for record in log for id_ in record.finished}
     num_lost = sum(phase.num_requests for phase in phases) - len(ended)
     return Run(log, [] if watch is None else watch.decided, num_lost)
-
-
-def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:
-    parts = {}
-    for name in ("input", "output"):
-        histogram: Histogram = getattr(workload, name)
-        lengths = np.maximum(1, np.round(np.asarray(histogram.lengths) * factor)).astype(int)
-        unique, index = np.unique(lengths, return_inverse=True)
-        mass = np.bincount(index, histogram.probabilities)
-        parts[name] = Histogram(lengths=tuple(unique.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
-    scaled = Workload(name=f"{workload.name} x {factor:.3g}", **parts)
-    assert scaled.input.lengths[-1] + scaled.output.lengths[-1] <= spec.max_context
-    return scaled
-
-
-def shifted(workload: Workload, *, mean: float = 1.0, sd: float = 1.0, skew: float = 0.0) -> Workload:
-    """Return ExeGPT's shifts of output lengths: another mean, another spread, or another skewness with the same mean
-    and spread.
-
-    No length exceeds the workload's longest length. Source: ExeGPT sec. 7.6, Figure 11.
-    """
-    from scipy.stats import skewnorm
-
-    lengths = np.asarray(workload.output.lengths, float)
-    mass = np.asarray(workload.output.probabilities)
-    centre = float(lengths @ mass)
-    spread = float(np.sqrt(mass @ (lengths - centre) ** 2))
-    unscaled = skewnorm(skew)
-    scale = sd * spread / float(unscaled.std())
-    location = mean * centre - scale * float(unscaled.mean())
-    grid = np.arange(1, workload.output.lengths[-1] + 1)
-    edges = np.concatenate([grid - 0.5, [grid[-1] + 0.5]])
-    share = np.diff(skewnorm(skew, location, scale).cdf(edges))
-    output = Histogram(lengths=tuple(grid.tolist()), probabilities=tuple((share / share.sum()).tolist()))
-    parts = {f"mean x{mean:g}": mean != 1, f"sd x{sd:g}": sd != 1, f"skew {skew:+g}": skew != 0}
-    name = ", ".join(part for part, differs in parts.items() if differs) or "normal"
-    return Workload(name=name, input=workload.input, output=output)
