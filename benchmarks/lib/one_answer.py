@@ -103,7 +103,7 @@ def _told(text: str, told: Found) -> Iterator[str]:
     says = {
         f"Yours keeps the bounds for {percent(now['share_kept'])} of": True,
         "it does not hold your load": not now["holds"],
-        "holds your load;" if told["would_hold"] else "holds your load.": not best["at_load"]["holds"],
+        "No schedule found on your": not best["at_load"]["holds"],
         f"up to {best['rate_per_s']['value']:.3g} requests/s": True,
         f"Your load: {best['at_load']['rate_per_s']:.3g}/s": True,
         "Keep what runs now": told["action"] == "keep",

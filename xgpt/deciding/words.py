@@ -55,7 +55,7 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
     """Yield sentences with their ranks: the lowest are left out first."""
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
-        yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load)}."
+        yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
     if load is not None and not load.holds:
         would = ""
         of = {"best": best, "rejected": found.rejected, "runner_up": found.runner_up}[found.would_hold_of]
@@ -65,7 +65,7 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
             sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
             would = f"; {found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}"
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
-        yield ALWAYS, f"No schedule found on your {devices} holds your load{would}."
+        yield ALWAYS, f"No schedule found on your {devices} holds your load{_where_lost(load, found.bounds)}{would}."
     yield from ((ALWAYS, text) for text in _answer(found, most_commands))
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
@@ -119,9 +119,16 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         yield 5, f"Warning: {warning}"
 
 
-def _kept_now(now: Offer, load: AtLoad) -> str:
+def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
+    """Return where a load is not held that is held on average, as the share of all its requests says."""
+    is_enough = load.share_kept is not None and bounds and load.share_kept >= min(bound.quantile for bound in bounds)
+    return " in each window" if is_enough else ""
+
+
+def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     if kept := kept_in_words(load):
-        return f"keeps the bounds for {kept}" + ("" if load.holds else ": it does not hold your load")
+        lost = f": it does not hold your load{_where_lost(load, bounds)}"
+        return f"keeps the bounds for {kept}{'' if load.holds else lost}"
     most = f"keeps the bounds up to {now.rate_per_s.value:.3g} requests/s"
     return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
 

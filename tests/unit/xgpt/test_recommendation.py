@@ -106,6 +106,9 @@ def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
     text = " ".join(" ".join(said).split())
     assert text.count("vllm serve") == 1 and "on each of 3 machines" in text
     assert "; 40 would in 9 of 10 cases, as" in text
+    enough = at.but(share_kept=0.9982, worst_window="21:15 to 21:30", worst_share_kept=0.97)
+    only = " ".join(" ".join(lines(found.but(best=same.but(at_load=enough)), most=None)).split())
+    assert "holds your load; 40" in text and "holds your load in each window; 40" in only
     several = tuple(Process(command=f"env A={i} {command} --long {'x' * 60}", port=8000 + i) for i in range(8))
     assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 
