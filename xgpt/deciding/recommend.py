@@ -280,6 +280,8 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None, least_gain: floa
     each = gain.per_device or gain.factor
     if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
+    if each.value < min(1 + CLEAR, least_gain):
+        return "keep", "no plan found serves clearly more"
     if each.low is not None and each.low < 1:
         return "keep", f"the best plan may be worse: {each.low:.2f} times as much if {gain.worst}"
     if each.value < least_gain:

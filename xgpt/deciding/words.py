@@ -329,7 +329,8 @@ def gain_in_words(found: Recommendation) -> str:
     known = () if found.now is None else found.now.unverified
     start = f"Gain{_not_verified(tuple(each for each in found.best.unverified if each not in known))}"
     if (other := found.rejected) is not None:
-        start = f"The best plan, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
+        which = "The best other plan" if gain.factor is not None and gain.factor.value < 1 else "The best plan"
+        start = f"{which}, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
     unit = gain.unit.replace(" within the bounds", "")
