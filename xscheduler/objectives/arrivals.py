@@ -76,11 +76,8 @@ class Arrivals(Objective[PlanDraft]):
         self._seconds = {kind: spent / len(searched) for kind in searched}
         return ranked
 
-    def of_kind(self, kind: str, most: int, replicas: int | None = None) -> list[tuple[PlanDraft, float]]:
-        spaces = self.scheduler.candidates.spaces(kind)
-        if replicas is not None:
-            spaces = [space for space in spaces if space.placement.replicas == replicas]
-        return self._ranked([self._in_engine(space) for space in spaces], kind, most)
+    def of_kind(self, kind: str, most: int) -> list[tuple[PlanDraft, float]]:
+        return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
     def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[PlanDraft, float]]:
         started = time.perf_counter()

@@ -37,7 +37,7 @@ from xscheduler.objectives.base import simulating
 from xscheduler.objectives.capacities import in_sessions
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
-from xscheduler.schedule import scheduler
+from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
 from xsimulator.session_rate import PRECISION, SessionTrial
@@ -196,8 +196,9 @@ class _SessionSearch:
                 cached, rate, best = self._turns.found(np.inf), 0.0, dict[str, list[tuple[PlanDraft, float]]]()
                 for _ in range(AGREEING):
                     reused = self._turns.reused(cached, share * memory / replicas)
-                    by = Arrivals(scheduler(self._at(reused, "arrivals"), self._search))
-                    ranked = {kind: by.of_kind(kind, MOST_RANKED, replicas) for kind in self._kinds}
+                    problem = replace(self._at(reused, "arrivals"), replicas=replicas)
+                    by = Arrivals(scheduler(problem, self._search))
+                    ranked = {kind: by.of_kind(kind, MOST_RANKED) for kind in self._kinds}
                     highest = max((each[0][1] for each in ranked.values() if each), default=0.0)
                     if not highest:
                         break
@@ -214,10 +215,14 @@ class _SessionSearch:
         return replace(self._problem, reused=reused, constraint=constraint.but(objective=objective))
 
     @cached_property
+    def _by(self) -> Scheduler:
+        return scheduler(replace(self._problem, constraint=self._of_turns), self._search)
+
+    @cached_property
     def _memories(self) -> dict[int, float]:
         """K/V memory in tokens of all replicas together, at most, for each number of replicas."""
-        by, found = scheduler(replace(self._problem, constraint=self._of_turns), self._search), dict[int, float]()
-        for space in (space for kind in self._kinds for space in by.candidates.spaces(kind)):
+        found = dict[int, float]()
+        for space in (space for kind in self._kinds for space in self._by.candidates.spaces(kind)):
             replicas, limits = space.placement.replicas, space.limits
             tokens = replicas * limits.block_size * float(limits.memory.blocks_beside(1.0)[0])
             found[replicas] = max(tokens, found.get(replicas, 0.0))
@@ -260,7 +265,8 @@ class _SessionSearch:
         self._num_tried += 1
         if self._progress is not None:
             self._progress(min(self._num_tried, 40), 41, simulating("sessions"))
-        draft = draft.but(constraint=self._own(draft))
+        effort = draft.search.but(space_size=self._by.candidates.num_points(kind))
+        draft = draft.but(constraint=self._own(draft), search=effort)
         trial, best = SessionTrial(draft, self._problem.profile), self._best.get(kind)
         if best is not None and best[1] > 0 and not trial.keeps((1 + PRECISION) * best[1]):
             return False
