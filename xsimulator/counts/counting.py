@@ -311,20 +311,21 @@ def settled(s, lane, step):
 def decode_on(s, lane, tables, free_ns):
     """Run steps that only decode, up to the next step that ends a request or that another request may join.
 
-    All earlier steps must be settled. With several stages or micro-batches, or if steps are logged, this does nothing.
+    All steps must be settled but one in schedules that run ahead. With several stages or micro-batches, or if steps are
+    logged, this does nothing.
     """
-    batch = s.batches[0]
+    batch, running, is_ahead = s.batches[0], s.steps[lane.first_step % len(s.steps)], lane.ahead
     decodes, encodes = batch.decoding + batch.held, batch.num_encoding > 0
-    alone = (
-        len(s.batches) == 1
-        and len(free_ns) == 1
-        and not (lane.ahead or lane.is_logged or lane.by_use or tables.has_encoder)
-    )
-    if not alone or encodes or not batch.decoding:
+    alone = len(s.batches) == 1 and len(free_ns) == 1 and not (lane.is_logged or tables.has_encoder)
+    if not alone or encodes or not batch.decoding or lane.end_step - lane.first_step != is_ahead:
+        return
+    if is_ahead and (
+        running.last_piece > running.first_piece or batch.ending or lane.has_turns or lane.has_chains or not lane.mix
+    ):
         return
     left, until_ns = len(s.ends[0]), FOREVER
     if lane.mix:
-        if lane.head < lane.tail:
+        if next_waiting(lane) != NONE:
             if batch.decoding < batch.max_batch and can_admit(s, lane):
                 return
         else:
@@ -332,6 +333,9 @@ def decode_on(s, lane, tables, free_ns):
     elif not lane.refills:
         left = min(left, batch.encode_every - batch.since_encode)
     width, iteration, context, now_ns, most = s.ends.shape[1], batch.iteration, batch.context, lane.now_ns, left
+    settled_ns, reserved = now_ns, lane.reserved
+    if is_ahead:  # the next step that is computed follows the running one
+        context, now_ns = context + decodes, running.end_ns
     _, layers, _, embeds, heads, _ = tables.kinds[0]
     others = NUM_LINES * tables.num_groups
     overhead_s, rest_s = line_at(tables, others + 1, decodes), line_at(tables, REST, decodes)
@@ -353,8 +357,14 @@ def decode_on(s, lane, tables, free_ns):
             at_shorter = tables.seconds[at] + u * (tables.seconds[at + width_of_row] - tables.seconds[at])
             at += 1
             at_longer = tables.seconds[at] + u * (tables.seconds[at + width_of_row] - tables.seconds[at])
+        if lane.by_use:
+            blocks = s.grows[(iteration + is_ahead) % len(s.grows)]
+            if reserved + blocks > lane.blocks:
+                break
+            reserved += blocks
         decode_s = max(at_shorter + (length - shorter) / (longer - shorter) * (at_longer - at_shorter), 0.0)
         seconds = overhead_s + layers * (rest_s + decode_s) + head_s + embedding_s
+        settled_ns = now_ns
         now_ns += max(1, np.int64(np.rint(seconds * 1e9)))
         iteration += 1
         context += decodes
@@ -362,10 +372,14 @@ def decode_on(s, lane, tables, free_ns):
     if (lane.has_turns or lane.has_chains) and left < most:
         grow(s, lane, batch, most - left)
         batch.granted = 0
-    batch.iteration, batch.context = iteration, context
+    batch.iteration, batch.context, lane.reserved = iteration, context - is_ahead * decodes, reserved
     batch.since_encode += most - left
     batch.num_decode_steps += most - left
     lane.num_settled += most - left
     lane.decode_steps += most - left
     lane.num_decoded += (most - left) * decodes
-    lane.now_ns = free_ns[0] = now_ns
+    free_ns[0] = now_ns
+    lane.now_ns = settled_ns if is_ahead else now_ns
+    if is_ahead and left < most:
+        lane.num_decoded += running.decodes - decodes  # requests ended while it ran
+        running.end_ns, running.decodes = now_ns, decodes

@@ -123,7 +123,7 @@ def go_on(s, tables, free_ns, it):
             settle(s, lane)
             take_in(s, lane)
             # Which request enters in time depends on the time.
-            if lane.first_step == lane.end_step and (it is None or lane.head == lane.tail):
+            if it is None or lane.head == lane.tail:
                 decode_on(s, lane, tables, free_ns)
         elif arrival_ns < FOREVER:
             lane.now_ns = arrival_ns
