@@ -154,6 +154,12 @@ def _with_current(
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
     problem = resolve(request, progress)
+    weights, kv = types_of(problem, running)
+    states = request.profile is not None or {"dtype", "kv_dtype"} & request.model_fields_set
+    if problem.cluster.device.type == "gpu" and not states and not has_types(problem, running):
+        request = request.but(dtype=weights, kv_dtype=kv)
+        problem = resolve(request, progress)
+        notes = (*notes, f"the plans are in the types that run, weights in {weights} and K/V in {kv}")
     log = load_of(request.workload, request.growth)
     trace = None if log is None else log.requests
     as_run = _as_run(request, problem, running, progress)
@@ -161,7 +167,6 @@ def _with_current(
         ours = "no particular engine" if problem.engine is None else problem.engine.name
         notes = (*notes, f"the current deployment is scored with {as_run.engine.name}, the plans with {ours}")
     if not has_types(problem, running) and as_run is not problem:
-        weights, kv = types_of(problem, running)
         notes = (*notes, f"only the current deployment is scored with weights in {weights} and K/V in {kv}")
     longest = None if trace is None else int((trace.input + trace.output).max())
     try:

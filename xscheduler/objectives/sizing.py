@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,7 +86,15 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
             enough, guess = number, number - 1
         else:
             below, guess = number, number + 1
-    return Fewest(enough, tuple(sorted(tried.items())))
+    return Fewest(enough, tuple(_rising(tried)))
+
+
+def _rising(tried: Mapping[int, Judged]) -> Iterator[tuple[int, Judged]]:
+    """Yield the numbers, rising. A plan for fewer devices also runs on more, so these are judged no worse."""
+    best = Judged(0.0)
+    for number, judged in sorted(tried.items()):
+        best = judged if judged.confidence >= best.confidence else best
+        yield number, judged._replace(confidence=best.confidence, why_not=best.why_not)
 
 
 def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float) -> list[ClusterChoice]:

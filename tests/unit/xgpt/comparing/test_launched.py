@@ -218,7 +218,9 @@ def test_types_are_those_that_run(flags: str, weights: str, kv: str) -> None:
     assert found.current is not None and (found.current.dtype, found.current.kv_dtype) == (weights, kv)
     assert any(f"weights in {weights} and K/V in {kv}" in note for note in found.notes)
     assert found.notes[0].startswith("the plans are for vllm-0.32, the engine that the command starts")
-    assert found.best.dtype == "bfloat16"
+    assert (found.best.dtype, found.best.kv_dtype) == (weights, kv), "`xgpt replan` plans in these types, too"
+    stated = compared(f"vllm serve m {flags} --max-model-len 8192", dtype="bfloat16")
+    assert stated.best.dtype == "bfloat16" and any("only the current deployment" in note for note in stated.notes)
 
 
 @pytest.mark.parametrize(

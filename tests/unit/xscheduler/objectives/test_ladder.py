@@ -183,6 +183,13 @@ def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float
     assert f"{number - 1} device{'s are' if number > 2 else ' is'} not enough: " in found.why_not_fewer
 
 
+def test_more_devices_hold_a_load_no_less_surely_than_fewer() -> None:
+    """An answer said "5 hold it in 3 of 10 cases, 6 or 7 in 2": six devices can run the plan for five."""
+    sure = {8: 0.5, 5: 0.3, 6: 0.2, 7: 0.2}
+    found = fewest_devices(8, lambda number, wanted: Judged(sure.get(number, 0.0), "too few"), 0.9)
+    assert found.number == 8 and [judged.confidence for _, judged in found.tried][-3:] == [0.3, 0.3, 0.5]
+
+
 def test_a_guess_spares_judging_most_numbers_of_devices() -> None:
     judged = list[int]()
 
