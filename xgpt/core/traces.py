@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from array import array
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -257,10 +256,14 @@ def _time(where: str, value: object) -> tuple[float, bool]:
         if isinstance(value, int | float) and not isinstance(value, bool):
             time = float(value)
         elif isinstance(value, str):
-            try:
-                time = decimal(value.strip())
-            except ValueError:
-                time, is_date = _date_s(value.strip()), True
+            text = value.strip()
+            if not (is_date := ":" in text):
+                try:
+                    time = decimal(text)
+                except ValueError:
+                    is_date = True
+            if is_date:
+                time = _date_s(text)
     except (ValueError, OverflowError):
         pass
     if not abs(time) <= LATEST:
@@ -270,6 +273,8 @@ def _time(where: str, value: object) -> tuple[float, bool]:
 
 
 def _date_s(text: str) -> float:
-    moment = datetime.fromisoformat(re.sub(r"\s*(UTC|GMT)$", "+00:00", text))
+    if text.endswith(("UTC", "GMT")):
+        text = f"{text[:-3].rstrip()}+00:00"
+    moment = datetime.fromisoformat(text)
     # A date without an offset is in UTC, since local time would add the jumps of daylight saving time.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
