@@ -20,10 +20,11 @@ from scipy.optimize import minimize
 
 from benchmarks.lib.results import record, table
 from xgpt.core.errors import InputError
-from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
+from xgpt.core.schema import ClusterSpec, DType, Efficiency, Experts, ModelSpec, Quantization
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import imported
 from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
+from xprofiler.experts import ExpertTable, Routing, shapes_of, stored_as
 from xprofiler.imported import attention_shapes, ffn_shapes
 
 CLUSTERS = ("a100x16", "h100x8", "h200x8", "b200x8", "b300x8", "gb200x4", "l40sx8", "rtx-pro-6000x8")
@@ -31,6 +32,11 @@ DTYPES: tuple[DType, ...] = ("bfloat16", "float8")
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b")
 TOKENS = tuple(2**i for i in range(14))
 ELEMENTS = tuple(2**i for i in range(10, 27))
+GROUPS = ((1, 1), (4, 1), (8, 1), (8, 8))
+SKEW = 1.2
+"""Exponent of the power law of routing in the tables."""
+STORED: dict[DType, tuple[str | None, ...]] = {"bfloat16": (None, "fp8_block", "nvfp4"), "float8": ("fp8_block",)}
+"""Formats of experts that are fitted together, by the type of everything else."""
 
 Point = tuple[Callable[[Kernels], float], float]
 """The datasheet's time of an operator, and the measured time, in seconds."""
@@ -40,6 +46,7 @@ PARAMETERS = {
     "prompt attention": ("attention", "attention_half_length", "attention_s"),
     "decode attention": ("kv", "attention_s"),
     "all-reduce": ("bus", "all_reduce_s"),
+    "experts": ("experts", "experts_s"),
 }
 """The efficiencies on which each kind of operator depends. `attention_s` belongs to both kinds of attention, and is
 fitted on decode."""
@@ -59,6 +66,8 @@ START = {
     "kv": 0.8,
     "bus": 0.6,
     "all_reduce_s": 5e-6,
+    "experts": 0.7,
+    "experts_s": 2e-5,
 }
 
 
@@ -72,12 +81,29 @@ def points(cluster: ClusterSpec, dtype: DType) -> dict[str, list[Point]]:
         spec, _ = load_model(name)
         for t in tp_degrees(spec, cluster):
             _of_model(spec, t, tables, found)
+    for stored in STORED[dtype]:
+        found["experts"] += _of_experts(tables, stored)
     for t in (t for t in (2, 4, 8) if t <= cluster.devices_per_node):
         seconds = tables.all_reduce(ELEMENTS, t)
         found["all-reduce"] += [
             (lambda kernels, n=n, t=t: kernels.all_reduce(n, t), float(s))
             for n, s in zip(ELEMENTS, seconds, strict=True)
         ]
+    return found
+
+
+def _of_experts(tables: imported.Tables, stored: str | None) -> list[Point]:
+    found: list[Point] = []
+    form = None if stored is None else Quantization.model_validate({"kind": stored})
+    for width_in, width, active, number in sorted(shapes_of(tables, stored_as(form, tables.dtype))):
+        experts = Experts(number=number, active=active, ffn_size=width, skew=SKEW)
+        table = ExpertTable(tables, width_in, experts, stored_as(form, tables.dtype))
+        for t, ep in sorted(table.groups & set(GROUPS)):
+            routing, params = Routing(experts, ep), 3 * width_in * width / (t // ep)
+            found += [
+                (lambda kernels, m=m, r=routing, n=params, form=form: kernels.grouped(m, n, r, form), float(s))
+                for m, s in zip(TOKENS, table.seconds(np.asarray(TOKENS, float), t, ep), strict=True)
+            ]
     return found
 
 
@@ -115,7 +141,7 @@ def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency, dtype: DType) 
 
 def fit(cluster: ClusterSpec, found: dict[str, list[Point]], dtype: DType) -> Efficiency:
     values = A40_EFFICIENCY.model_dump() | START
-    for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce"):
+    for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce", "experts"):
         names = [n for n in PARAMETERS[kind] if not (kind == "prompt attention" and n == "attention_s")]
         sample = found[kind][:: max(1, len(found[kind]) // 1000)]
         values |= _fit_kind(cluster, values, names, sample, dtype)
@@ -132,7 +158,7 @@ def _fit_kind(
 
     def loss(scale: np.ndarray) -> float:
         found = tried(scale)
-        if any(found.get(name, 0) > 1 for name in ("matrix", "weights", "attention", "kv", "bus")):
+        if any(found.get(name, 0) > 1 for name in ("matrix", "weights", "attention", "kv", "bus", "experts")):
             return 1e3
         kernels = with_efficiency(cluster, Efficiency.model_validate(values | found), dtype)
         return float(np.mean(np.abs(np.log1p(errors(kernels, kind_points)))))

@@ -237,7 +237,8 @@ class Kernels:
         """Return seconds of the busiest device's experts. An expert has two products, with `params` weights in all."""
         compute_s, read_s = self._per_weight(stored)
         loads, hits = routing.expected(tokens)
-        return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
+        least_s = 2 * self.efficiency.product_s if self.efficiency.experts_s is None else self.efficiency.experts_s
+        return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) / self.efficiency.experts + least_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
         """Return two times in seconds: to multiply one weight by one token, and to read one weight."""

@@ -149,12 +149,9 @@ class ExpertTable:
         """
         if self.groups:
             return self
-        shapes = set[tuple[int, int, int, int]]()
-        for path in self._tables.paths("moe", "moe"):
-            rows = self._tables.read(path, EXPERT_COLUMNS)
-            chosen = rows["moe_dtype"].astype(str) == self._dtype
-            shapes |= set(zip(*(rows[name][chosen].tolist() for name in SHAPE), strict=True))
-        for shape in sorted(shapes, key=lambda shape: np.abs(np.log(np.divide(shape, self._shape))).sum()):
+        for shape in sorted(
+            shapes_of(self._tables, self._dtype), key=lambda shape: np.abs(np.log(np.divide(shape, self._shape))).sum()
+        ):
             width_in, width, active, number = shape
             experts = Experts(number=number, active=active, ffn_size=width, skew=self.experts.skew)
             table = ExpertTable(self._tables, width_in, experts, self._dtype)
@@ -183,6 +180,16 @@ class ExpertTable:
         in_turn = np.minimum(busiest, number / active)
         met = number / active * (1 - (1 - active / number) ** busiest) if active < number else in_turn
         return at(busiest) - at(in_turn) + at(np.minimum(met, in_turn))
+
+
+def shapes_of(tables: Tables, dtype: str) -> set[tuple[int, ...]]:
+    """Return the shapes (`SHAPE`) of experts that the tables have in a type."""
+    shapes = set[tuple[int, ...]]()
+    for path in tables.paths("moe", "moe"):
+        rows = tables.read(path, EXPERT_COLUMNS)
+        chosen = rows["moe_dtype"].astype(str) == dtype
+        shapes |= set(zip(*(rows[name][chosen].tolist() for name in SHAPE), strict=True))
+    return shapes
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:

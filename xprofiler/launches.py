@@ -15,9 +15,7 @@ def of_layer(kind: Block, tp: int) -> int:
         found += 5 if attention.latent is not None else 0  # two more norms, a second product for Q, two of the latents
         found += 3 if attention.indexer is not None else 0  # keys, scores, best scores
     if kind.recurrent is not None:
-        found += 11  # norm, two inputs, split, copy, convolution, gates, norms of queries and keys, gated norm, output
-        found += 6  # which requests have a state, reading and writing it, copies of queries, keys and values
-        found += 8  # a scan by chunks: sums, products of keys, inverse in three, factors, states, results
+        found += kind.recurrent.launches
     if kind.ffn_size:
         found += 4  # norm, two products, activation
     if kind.experts is not None:

@@ -44,9 +44,9 @@ TEXT: dict[str, dict[str, float]] = {
 """Figures of text alone, for rows that have those of prompts with an image, which are not predicted (from the same
 document: sgl-cookbook at 7b5bd9c, Apache-2.0).
 """
-WITH_STATES = (("schedules_ahead", False),)
+WITH_STATES = (("schedules_ahead", False), ("state_copies", 3))
 """SGLang 0.5.4 to 0.5.10 turns its overlap schedule off for recurrent layers unless --disable-radix-cache or
---mamba-scheduler-strategy extra_buffer is given (server_args.py).
+--mamba-scheduler-strategy extra_buffer is given (server_args.py), and a request takes three states.
 """
 COLUMNS = {"throughput": "rps", "TPOT": "tpot", "TTFT": "ttft"}
 

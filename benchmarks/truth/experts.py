@@ -2,8 +2,8 @@
 
 Rows of InferenceX are predicted with the settings of its scripts (`inferencex`). The sources do not state the routing
 to experts, so the assumption of the tables' makers is used. Some rows are counted but not predicted: those that may use
-speculative decoding, those with data-parallel attention, those on several machines, and those whose degrees of experts
-do not match their number of devices.
+speculative decoding, those of TensorRT-LLM with attention by data, those on several machines, and those whose degrees
+of experts do not match their number of devices.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ NVFP4: dict[str, Stored] = {
 """The format of NVIDIA's 4-bit checkpoints (`exclude_modules` of their hf_quant_config.json)."""
 TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "9999"
 """First days of the scripts for DeepSeek with multi-token prediction."""
+BY_DATA = re.compile(r"config_id=(707|727);")
+"""Configurations of MiniMax in four bits in vLLM that InferenceX ran with attention by data (`dp-attn: true`, and a
+script that reads it). The wheel states attention by data for all rows of vLLM with divided experts.
+"""
 DEVICES = 8
 """Number of devices of a machine. If a row with whole experts on each device has more, the same devices are counted
 twice, for slices and for parts of the experts."""
@@ -61,7 +65,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
     mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
-    for raw in thinned(raws, most):
+    for raw in map(_with_all_clients, thinned(raws, most)):
         name, _ = MODELS[raw["model_path"]]
         stored = stored_in(raw)
         backend, clients = raw["backend"], count_of(raw["batch_size"])
@@ -74,23 +78,34 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
             yield replace(row, why_not=why_not)
             continue
-        cluster = CLUSTERS[raw["system"]]
+        cluster, by_data = CLUSTERS[raw["system"]], BY_DATA.search(raw["silicon_data_source"]) is not None
         how = Started(ep, budget_of(raw), None, of_backend(raw)) if is_aligned(raw) else started(raw, name, tp, ep)
         served = Served(
             name,
-            cluster,
+            f"{cluster}/{tp}" if by_data else cluster,
             "bfloat16",
-            tp,
+            1 if by_data else tp,
             ENGINES[backend],
             clients,
             how.token_budget,
+            imported=not by_data,
             changes=how.changes,
             ep=how.ep,
             stored=stored,
             kv_dtype=how.kv_dtype,
             skew=skew_of(name),
         )
-        yield of_clients(row, served, raw)
+        yield of_clients(row, served, raw, "attention by data" if by_data else "closed loop")
+
+
+def _with_all_clients(raw: dict[str, str]) -> dict[str, str]:
+    """Return the row with the number of clients of one replica: where the wheel states attention by data in error, it
+    has divided them.
+    """
+    stated = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
+    if raw["backend"] != "vllm" or stated is None or BY_DATA.search(raw["silicon_data_source"]):
+        return raw
+    return raw | {"batch_size": stated[1]}
 
 
 def stored_in(raw: dict[str, str]) -> Stored | None:
@@ -101,9 +116,10 @@ def stored_in(raw: dict[str, str]) -> Stored | None:
 
 
 def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
-    """Return a row's tensor-parallel degree, and the numbers of slices and of parts into which its devices divide the
-    experts."""
+    """Return a row's number of devices, and the numbers of slices and of parts into which these divide the experts."""
     tp, slices, ep = (count_of(raw[f"{lane}{column}"]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
+    if raw["backend"] == "vllm" and ep == tp * count_of(raw[f"{lane}attention_dp_size"]):
+        return tp, 1, tp
     if tp > DEVICES and slices == ep and tp == slices * ep:
         return slices, 1, ep
     return tp, slices, ep
@@ -128,8 +144,8 @@ def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
 def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> str | None:
     if raw["system"] not in CLUSTERS:
         return f"no times of {raw['system']}"
-    if count_of(raw["attention_dp_size"]) > 1:
-        return "attention by data parallelism"
+    if count_of(raw["attention_dp_size"]) > 1 and raw["backend"] != "vllm":
+        return "attention by data in TensorRT-LLM, which is not modelled"
     if tp > DEVICES:
         return "several machines"
     if may_speculate(raw, tp, ep):

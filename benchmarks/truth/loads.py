@@ -17,6 +17,7 @@ from xgpt.core.policies import LaneSettings, as_run_by, lane_settings
 from xgpt.core.schema import (
     Block,
     ChunkedSettings,
+    ClusterSpec,
     DType,
     EngineSpec,
     ModelSpec,
@@ -118,12 +119,19 @@ class Served:
     def _memory(self) -> tuple[int, int]:
         """Blocks of K/V beside the states of recurrent layers, and the largest number of requests in a step."""
         spec = self.model_spec
-        cluster, model = load_cluster(self.cluster), self.spec
+        cluster, model = cluster_of(self.cluster), self.spec
         if model.memory_share is not None:
             device = cluster.device.model_copy(update={"usable_memory": model.memory_share})
             cluster = cluster.model_copy(update={"device": device})
         precision = Precision.of(self.dtype, cluster.device.type, model.framework, self.kv_dtype)
-        memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), model.block_size, model)
+        memory = LaneMemory(
+            spec,
+            cluster,
+            precision,
+            whole(spec, self.tp, max(1, self.ep // self.tp * self.tp)),
+            model.block_size,
+            model,
+        )
         blocks, most = float(memory.blocks_beside(self.token_budget)[0]), self.max_batch
         if memory.request_blocks and model.framework == "sglang":
             most = min(most, int(OF_STATES * blocks / memory.request_blocks))
@@ -148,6 +156,13 @@ class Made(NamedTuple):
     @property
     def engine_spec(self) -> EngineSpec:
         return _engine(self.engine, self.changes)
+
+
+def cluster_of(name: str) -> ClusterSpec:
+    """Return a shipped cluster. `b200x8/2` is two devices of a node alone."""
+    shipped, _, number = name.partition("/")
+    cluster = load_cluster(shipped)
+    return cluster.model_copy(update={"devices_per_node": int(number)}) if number else cluster
 
 
 @cache
@@ -179,7 +194,7 @@ def _skewed(block: Block, skew: float) -> Block:
 @cache
 def _profile(served: Made) -> Profile:
     make = imported.profile if served.imported else analytic.profile
-    return make(served.spec, load_cluster(served.cluster), served.dtype, served.engine_spec, kv_dtype=served.kv_dtype)
+    return make(served.spec, cluster_of(served.cluster), served.dtype, served.engine_spec, kv_dtype=served.kv_dtype)
 
 
 @cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache, partial
+from math import ceil, floor
 
 import numpy as np
+from scipy.stats import binom
 
 from benchmarks.truth.sources import Row
 from xprofiler.ranges import Quantity, errors_in, likely
@@ -53,6 +55,10 @@ AS_NAMED: dict[str, Quantity] = {
 token."""
 
 
+AIM, LEAST = (0.8, 0.95), 10
+"""Shares of figures that ranges should contain, in classes with at least so many rows."""
+
+
 def errors_of(rows: list[Row]) -> str:
     """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell, source and quantity.
 
@@ -73,8 +79,10 @@ def ratios_of(row: Row) -> Iterator[tuple[Quantity, float]]:
             yield AS_NAMED[name], 1 + error if name == "e2e mean" else 1 / (1 + error)
 
 
-def coverage(rows: list[Row]) -> str:
-    """Return a table of how many figures lie in the ranges that all other sources give."""
+def coverage(rows: list[Row]) -> tuple[str, str]:
+    """Return a table of how many figures lie in the ranges that all other sources give, and a sentence on what share of
+    classes chance alone would put outside the aim.
+    """
     counts: dict[tuple[str, str, str, str], dict[Quantity, list[bool]]] = {}
     sources: dict[tuple[str, str, str, str], set[str]] = {}
     held = [row for row in rows if row.cell is not None and row.predicted]
@@ -93,8 +101,28 @@ def coverage(rows: list[Row]) -> str:
         "| family | vendor | step times | at once | sources | throughput | TPOT | TTFT |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    classes = list[tuple[float, int, int]]()
     for key, by_quantity in sorted(counts.items()):
         inside = [by_quantity.get(name, []) for name in ("throughput", "TPOT", "TTFT")]
+        classes += [(float(np.mean(each)), len(each), len(sources[key])) for each in inside if len(each) >= LEAST]
         cells = [f"{100 * np.mean(each):.0f}% of {len(each)}" if each else "" for each in inside]
         lines.append(f"| {' | '.join((*key, str(len(sources[key])), *cells))} |")
-    return "\n".join(lines)
+    return "\n".join(lines), _by_chance(classes)
+
+
+def _by_chance(classes: list[tuple[float, int, int]]) -> str:
+    """Say how many of these shares (with their numbers of rows and sources) lie outside `AIM`, and how many would by
+    chance if ranges held for exactly nine of ten figures.
+    """
+    low, high = AIM
+    outside = [share for share, *_ in classes if not low <= share <= high]
+    rows, documents = (
+        sum(1 - binom.pmf(np.arange(ceil(low * n), floor(high * n) + 1), n, 0.9).sum() for n in sizes)
+        for sizes in ([rows for _, rows, _ in classes], [number for *_, number in classes])
+    )
+    return (
+        f"Of {len(classes)} shares with at least {LEAST} rows, {len(outside)} are outside {low:.0%} to {high:.0%}: "
+        f"{sum(share < low for share in outside)} below, {sum(share > high for share in outside)} above. If each range "
+        f"held for exactly nine of ten figures, chance would put {rows:.0f} outside if rows were independent, and "
+        f"{documents:.0f} if all rows of a source lay inside or outside together."
+    )

@@ -15,13 +15,12 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs, open_loop
+from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, cluster_of, needs, open_loop
 from xgpt.core.errors import XgptError
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import DType
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
-from xgpt.resolve import load_cluster
 from xprofiler.ranges import Cell, family_of, level_of
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +29,7 @@ Figures = dict[str, float]
 
 
 def cell_of(served: Served, load: str, running: float) -> Cell:
-    device, family = load_cluster(served.cluster).device.name, family_of(served.model_spec)
+    device, family = cluster_of(served.cluster).device.name, family_of(served.model_spec)
     profile = "imported" if served.imported else "analytic"
     return Cell(load, served.spec.framework, family, device, profile, level_of(running))
 
@@ -363,7 +362,7 @@ def count_of(text: str) -> int:
     return int(float(text or 1))
 
 
-def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
+def of_clients(row: Row, served: Served, raw: dict[str, str], load: str = "closed loop") -> Row:
     """Return the row with predictions. Its rates follow from its times by Little's law, as clients always wait."""
     inputs, outputs = lengths_of(raw)
     clients, decodes = count_of(raw["batch_size"]), float(np.mean(outputs)) - 1
@@ -377,7 +376,7 @@ def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
         return with_rate({"TPOT": float(np.mean(times.tpot_s)), "TTFT": float(np.mean(times.ttft_s))})
 
     found, why_not = predicted(predict)
-    cell, campaign = cell_of(served, "closed loop", clients), "AIConfigurator" if is_aligned(raw) else "InferenceX"
+    cell, campaign = cell_of(served, load, clients), "AIConfigurator" if is_aligned(raw) else "InferenceX"
     form = " ".join(row.group.split()[1:-2])
     setting = Setting(served.model, form, count_of(raw["isl"]), count_of(raw["osl"]), clients, served.tp, served.ep)
     return replace(

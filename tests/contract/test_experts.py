@@ -164,15 +164,20 @@ def test_experts_that_are_met_are_those_of_a_simulation() -> None:
 
 
 def test_a_token_reads_its_experts_alone() -> None:
-    """One decode of Mixtral reads two of eight experts; many read all of them and are bound by products."""
+    """One decode of Mixtral reads two of eight experts; many read all of them and are bound by products. Experts read
+    at a share of the rate of other weights.
+    """
     subject = problem("mixtral-8x7b", "h200x8", "chat-short")
     rest = subject.profile.layer(1).rest
     seconds = dict(zip(rest.points, rest.seconds, strict=True))
-    bandwidth = 4.8e12 * subject.cluster.device.efficiency.weights  # type: ignore[union-attr]
+    efficiency = subject.cluster.device.efficiency
+    assert efficiency is not None
+    bandwidth = 4.8e12 * efficiency.weights
     attention, expert = subject.model.attention_params, subject.model.sizes.expert(subject.model.kinds[0])
-    of_one, of_many = (2 * (attention + number * expert) / bandwidth for number in (2, 8))
-    assert of_one < seconds[1] < of_one + 40e-6
-    assert of_many < seconds[64] < of_many + 40e-6
+    assert efficiency.experts < 0.9
+    of_one, of_many = (2 * (attention + number * expert / efficiency.experts) / bandwidth for number in (2, 8))
+    assert of_one < seconds[1] < of_one + 60e-6
+    assert of_many < seconds[64] < of_many + 60e-6
     assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.05)
 
 

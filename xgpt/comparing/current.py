@@ -35,7 +35,7 @@ class CurrentEngine:
         drops_windows: whether the engine frees keys and values that have left a layer's attention window.
         text_only: whether the engine leaves out the model's encoders of images and sound.
         kept: options of the command that a plan's command repeats.
-        caches_prefixes: whether the engine keeps the K/V of prefixes. None means the engine's default.
+        state_copies: number of states that a request takes in each recurrent layer. None means the engine's default.
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
         mixes: whether a step may both encode and decode. None means the engine's default.
@@ -61,7 +61,7 @@ class CurrentEngine:
     cuts_prompts: bool = True
     drops_windows: bool = True
     text_only: bool = False
-    caches_prefixes: bool | None = None
+    state_copies: int | None = None
     schedules_ahead: bool | None = None
     mixes: bool | None = None
     api_servers: int | None = None
@@ -89,11 +89,10 @@ class CurrentEngine:
             changes["mixes"] = self.mixes
         if not self.drops_windows:
             changes["drops_windows"] = False
-        copies = engine.state_copies if self.caches_prefixes is None else 1 + self.caches_prefixes
         sources = engine.sources
-        if copies != engine.state_copies:
-            sources = sources | {"state_copies": "--enable-prefix-caching"}
-            changes |= {"state_copies": copies, "sources": sources}
+        if self.state_copies not in (None, engine.state_copies):
+            sources = sources | {"state_copies": "the command's way to keep states of prefixes"}
+            changes |= {"state_copies": self.state_copies, "sources": sources}
         if not self.cuts_prompts:
             sources = sources | {"cuts_prompts": "--no-enable-chunked-prefill"}
             changes |= {"cuts_prompts": False, "sources": sources}

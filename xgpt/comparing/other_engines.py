@@ -13,6 +13,10 @@ SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
 """Defaults of --chunked-prefill-size: (smallest device memory in GiB, tokens)."""
 SGLANG_REQUESTS = 2048
 """Default of --max-running-requests. K/V memory limits the number further."""
+SGLANG_STATES = 3
+"""States of recurrent layers that a request takes if states of prefixes are kept. With extra_buffer, the default if the
+overlap schedule is on, it takes one or two more (MAMBA_CACHE_V2_ADDITIONAL_RATIO).
+"""
 SGLANG_DRAFTING = 48
 """The same default with --speculative-algorithm (server_args.py)."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
@@ -31,6 +35,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     caches = given.get("disable-radix-cache") != "yes"
     states = given.get("mamba-radix-cache-strategy") or given.get("mamba-scheduler-strategy")
     waits = given.get("disable-overlap-schedule") == "yes" or (caches and states == "no_buffer")
+    buffers = (1 if waits else 2) if states == "extra_buffer" or not waits else 0
     notes = judge(given, "sglang")
     gibibytes = cluster.device.memory_bytes / 2**30
     chunk = next(tokens for least, tokens in SGLANG_CHUNKS if gibibytes >= least)
@@ -76,7 +81,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         quantization=quantization,
         notes=tuple(notes),
         framework="sglang",
-        caches_prefixes=None if caches else False,
+        state_copies=SGLANG_STATES + buffers if caches else 1,
         schedules_ahead=False if waits else None,
         mixes=True if given.get("enable-mixed-chunk") == "yes" and drafts is None else None,
         model=given.get("model-path") or next(iter(free), None),

@@ -116,7 +116,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",
         kept=_kept(given if longest is None else given | {"max-model-len": str(longest)}),
-        caches_prefixes=_switch(given, "enable-prefix-caching"),
+        state_copies=None if (caches := _switch(given, "enable-prefix-caching")) is None else 1 + caches,
         schedules_ahead=_switch(given, "async-scheduling"),
         api_servers=int(servers) if servers.isdecimal() and int(servers) else None,
     )

@@ -258,6 +258,7 @@ def _recurrent(family: str, config: Config) -> Recurrent:
             weights=4 * hidden * hidden + hidden * width,
             state_elements=hidden * width,
             state_bytes=2 * hidden * width,
+            launches=10,  # norm, input, gate, copy, three of indices, convolution, gate, output
         )
     if heads := _size(config, "mamba_heads"):
         inner, states = heads * _size(config, "mamba_head_dim"), _size(config, "mamba_states")
@@ -268,6 +269,7 @@ def _recurrent(family: str, config: Config) -> Recurrent:
             weights=hidden * (inner + mixed + heads) + inner * hidden + mixed * width,
             state_elements=inner * states,
             state_bytes=4 * inner * states + 2 * mixed * (width - 1),
+            launches=21,  # norm, input, convolution, six of the scan, state, ten of the norm in groups, output
         )
     if family in KDA:
         heads, size = config["linear_num_heads"], config["linear_head_dim"]

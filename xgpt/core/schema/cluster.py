@@ -37,6 +37,10 @@ class Efficiency(Frozen):
     """Least seconds of a matrix product."""
     attention_s: float = Field(default=0.0, ge=0)
     """Least seconds of an attention call."""
+    experts: float = Field(default=1.0, gt=0, le=1, exclude_if=lambda share: share == 1.0)
+    """Share of `matrix` and `weights` that the products of routed experts achieve."""
+    experts_s: float | None = Field(default=None, ge=0, exclude_if=lambda seconds: seconds is None)
+    """Least seconds of a layer's routed experts, including routing. None means twice `product_s`."""
     all_reduce_s: float | None = Field(default=None, ge=0)
     """Least seconds of an all-reduce over any number of devices. None means that it is computed from the hops of a
     ring.

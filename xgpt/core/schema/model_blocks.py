@@ -125,6 +125,10 @@ class Recurrent(Frozen):
     """Number of elements of a request's state that each token updates."""
     state_bytes: PositiveInt
     """Bytes of a request's state, including the last inputs of convolutions."""
+    launches: PositiveInt = Field(default=25, exclude_if=lambda number: number == 25)
+    """Number of kernels for the block's prompts, counted in SGLang 0.5: 25 for a gated delta rule (8 of them its scan),
+    21 for Mamba-2, 10 for a short convolution.
+    """
 
 
 class Block(Frozen):

@@ -102,8 +102,8 @@ def test_one_deployment_in_many_ways(way: str, in_file: bool, tmp_path: Path) ->
     assert ("the manifest requests 4 devices, but its engine uses 2; these are scored" in found.notes) == (way == "pod")
     ignored: dict[str, Any] = {"notes": (), "version": None}
     if way == "helm":  # it asks for what is the default
-        assert found.caches_prefixes is True
-        ignored["caches_prefixes"] = None
+        assert found.state_copies == 2
+        ignored["state_copies"] = None
     assert CurrentEngine(**{**vars(found), **ignored}) == SAME
 
 
@@ -502,11 +502,13 @@ def test_defaults_of_sglang_follow_its_other_flags(flags: str, parts: int, reque
 @pytest.mark.parametrize(
     ("flags", "ahead", "mixes", "copies"),
     [
-        ("", True, False, 3),
+        ("", True, False, 5),
         ("--mamba-scheduler-strategy no_buffer", False, False, 3),
+        ("--mamba-scheduler-strategy extra_buffer", True, False, 5),
+        ("--mamba-radix-cache-strategy extra_buffer --disable-overlap-schedule", False, False, 4),
         ("--mamba-radix-cache-strategy no_buffer --disable-radix-cache", True, False, 1),
         ("--disable-overlap-schedule --enable-mixed-chunk", False, True, 3),
-        (f"--enable-mixed-chunk {DRAFTS}", True, False, 3),
+        (f"--enable-mixed-chunk {DRAFTS}", True, False, 5),
     ],
 )
 def test_flags_of_sglang_change_its_loop(flags: str, ahead: bool, mixes: bool, copies: int) -> None:
