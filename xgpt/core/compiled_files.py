@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from numba.core import caching, codegen
@@ -31,7 +33,22 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
         return True
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 class Locator(caching.UserProvidedCacheLocator):
+    """Finds code by what a source file contains, so that installations with equal sources share it."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        path = Path(py_file).resolve()
+        if not path.is_relative_to(ROOT):
+            return str(super().get_suitable_cache_subpath(py_file))
+        return "_".join(path.relative_to(ROOT).parts[:-1])
+
+    def get_source_stamp(self) -> str:
+        return sha256(Path(self._py_file).read_bytes()).hexdigest()
+
     def ensure_cache_path(self) -> None:
         try:
             super().ensure_cache_path()

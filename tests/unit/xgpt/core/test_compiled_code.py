@@ -11,6 +11,7 @@ import pytest
 
 import xgpt
 from tests.rings import ALL, few
+from xgpt.core import compiled_files
 from xgpt.core.compiled_code import ROOMS, sources
 from xrunner.cpu import decodes
 from xsimulator.costs import step_tables
@@ -51,6 +52,22 @@ def test_a_directory_that_the_user_names_is_taken(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os, xsimulator; print(os.environ['NUMBA_CACHE_DIR'], end='')"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == str(tmp_path)
+
+
+def test_installations_with_equal_sources_share_their_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each clone and each environment compiled all runs and kernels anew, a minute of a core."""
+    found = set()
+    for root in (tmp_path / "a", tmp_path / "b"):
+        monkeypatch.setattr(compiled_files, "ROOT", root)
+        (root / "xrunner" / "cpu").mkdir(parents=True)
+        file = root / "xrunner" / "cpu" / "threads.py"
+        file.write_text("1")
+        os.utime(file, (root.name == "a", 1))
+        locator = compiled_files.Locator(run, str(file))
+        found.add((locator.get_cache_path(), locator.get_source_stamp()))
+    assert len(found) == 1
+    file.write_text("2")
+    assert locator.get_source_stamp() not in {stamp for _, stamp in found}
 
 
 FUNCTION = """
