@@ -53,7 +53,8 @@ def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
 
 
 def _for_looser_bounds(kind: str, first: Found, problem: Problem) -> Iterator[PlanDraft]:
-    if not by_itself(first.plan) or first.draft.estimate.reuse is not None:
+    is_plain = first.draft.estimate.reuse is None and first.draft.admission.order in ("fcfs", "in-time")
+    if not is_plain or not by_itself(first.plan):
         return
     constraint = problem.constraint.but(arrival_rate_per_s=None)
     for factor in LOOSER:
