@@ -65,8 +65,8 @@ class Tables:
         In the tables, times of FP8 products include that of computing the scale of [m, k], which the tables also have
         separately. If the checkpoint contains the scale, it is subtracted, but not below the device's roofline.
 
-        FP8 products with block scales were measured with a launch for each product. Captured graphs avoid launches, so
-        the shorter of the two times is used.
+        FP8 products with block scales, and FP4 products, were measured with a launch for each product. Captured graphs
+        avoid launches, so they take no longer than in bfloat16.
 
         Args:
             arrives_rounded: whether the kernel that computes [m, k] also rounds it, if the checkpoint contains the
@@ -75,8 +75,8 @@ class Tables:
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
             return self._with_held_scales(m, n, k, arrives_rounded)
-        if dtype == "fp8_block":
-            self.provenance["fp8_block products"] = "no longer than in bfloat16"
+        if dtype in ("fp8_block", "nvfp4"):
+            self.provenance[f"{dtype} products"] = "no longer than in bfloat16"
             return np.minimum(self._product(m, n, k, dtype), self._product(m, n, k, "bfloat16"))
         return self._product(m, n, k, dtype)
 

@@ -65,7 +65,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
     mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
-    for raw in map(_with_all_clients, thinned(raws, most)):
+    for raw in map(with_all_clients, thinned(raws, most)):
         name, _ = MODELS[raw["model_path"]]
         stored = stored_in(raw)
         backend, clients = raw["backend"], count_of(raw["batch_size"])
@@ -98,7 +98,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         yield of_clients(row, served, raw, "attention by data" if by_data else "closed loop")
 
 
-def _with_all_clients(raw: dict[str, str]) -> dict[str, str]:
+def with_all_clients(raw: dict[str, str]) -> dict[str, str]:
     """Return the row with the number of clients of one replica: where the wheel states attention by data in error, it
     has divided them.
     """

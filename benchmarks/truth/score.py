@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache, partial
-from math import ceil, floor
 
 import numpy as np
 from scipy.stats import binom
@@ -107,22 +106,26 @@ def coverage(rows: list[Row]) -> tuple[str, str]:
         classes += [(float(np.mean(each)), len(each), len(sources[key])) for each in inside if len(each) >= LEAST]
         cells = [f"{100 * np.mean(each):.0f}% of {len(each)}" if each else "" for each in inside]
         lines.append(f"| {' | '.join((*key, str(len(sources[key])), *cells))} |")
-    return "\n".join(lines), _by_chance(classes)
+    return "\n".join(lines), by_chance(classes)
 
 
-def _by_chance(classes: list[tuple[float, int, int]]) -> str:
+def by_chance(classes: list[tuple[float, int, int]]) -> str:
     """Say how many of these shares (with their numbers of rows and sources) lie outside `AIM`, and how many would by
     chance if ranges held for exactly nine of ten figures.
     """
     low, high = AIM
-    outside = [share for share, *_ in classes if not low <= share <= high]
-    rows, documents = (
-        sum(1 - binom.pmf(np.arange(ceil(low * n), floor(high * n) + 1), n, 0.9).sum() for n in sizes)
-        for sizes in ([rows for _, rows, _ in classes], [number for *_, number in classes])
-    )
+
+    def missed(number: int) -> float:
+        """Return the probability that the share of so many figures is outside, as a whole percentage."""
+        inside = [k for k in range(number + 1) if low <= round(k / number, 2) <= high]
+        return 1 - float(binom.pmf(inside, number, 0.9).sum())
+
+    shares = [round(share, 2) for share, *_ in classes]
+    outside = [share for share in shares if not low <= share <= high]
+    rows, documents = (sum(map(missed, numbers)) for numbers in list(zip(*classes, strict=True))[1:])
     return (
         f"Of {len(classes)} shares with at least {LEAST} rows, {len(outside)} are outside {low:.0%} to {high:.0%}: "
         f"{sum(share < low for share in outside)} below, {sum(share > high for share in outside)} above. If each range "
-        f"held for exactly nine of ten figures, chance would put {rows:.0f} outside if rows were independent, and "
-        f"{documents:.0f} if all rows of a source lay inside or outside together."
+        f"held for exactly nine of ten figures, chance would put {rows:.1f} outside if rows were independent, and "
+        f"{documents:.1f} if all rows of a source lay inside or outside together."
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.truth import memory
+from benchmarks.truth import experts, memory
 from benchmarks.truth.inferencex import started
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
-from benchmarks.truth.score import table
+from benchmarks.truth.score import by_chance, table
 from benchmarks.truth.sources import ALIGNED, Row, budget_of, cell_of, of_backend, repeated
 from xgpt.resolve import load_engine
 from xsimulator.costs.step_cost import StepCounts
@@ -148,3 +148,30 @@ def test_prompts_that_come_in_turns_are_found_where_memory_holds_them() -> None:
     found = repeated(350, (575, 248), 20_000).tolist()
     assert found == [0] * 100 + [560] * 250
     assert not any(repeated(350, (575, 248), 3000))
+
+
+@pytest.mark.parametrize(("config", "devices", "clients"), [("734", (4, 1, 4), "512"), ("727", (4, 1, 4), "128")])
+def test_clients_that_a_row_divided_in_error_are_all_of_one_replica(
+    config: str, devices: tuple[int, int, int], clients: str
+) -> None:
+    """The wheel states attention by data for every row of vLLM with divided experts; InferenceX ran two
+    configurations so.
+    """
+    raw = {
+        "backend": "vllm",
+        "tp_size": "4",
+        "attention_dp_size": "4",
+        "moe_tp_size": "1",
+        "moe_ep_size": "16",
+        "batch_size": "128",
+        "silicon_data_source": f"db-dump; config_id={config}; silicon_concurrency=512; measured=2026-04-21",
+    }
+    assert experts.degrees_of(raw) == devices
+    assert experts.with_all_clients(raw)["batch_size"] == clients
+
+
+def test_shares_of_few_rows_miss_their_aim_by_chance() -> None:
+    said = by_chance([(1.0, 10, 5), (0.9, 10, 5)])
+    assert "Of 2 shares with at least 10 rows, 1 are outside 80% to 95%: 0 below, 1 above" in said
+    outside = 1 - (45 * 0.9**8 * 0.1**2 + 10 * 0.9**9 * 0.1)
+    assert f"would put {2 * outside:.1f} outside if rows were independent" in said

@@ -23,6 +23,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import Experts, LatentAttention, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
 from xprofiler.experts import Routing
+from xprofiler.tables import Tables
 
 EXPERTS = Experts(number=16, active=4, ffn_size=512, skew=1.2)
 MOE = SPEC.model_copy(update={"family": "mixtral", "experts": EXPERTS, "ffn_size": 512})
@@ -169,6 +170,18 @@ def test_experts_of_a_shape_without_a_table_are_those_of_the_nearest_shape_scale
 def test_experts_of_a_type_without_a_table_are_the_datasheets(tables: Path) -> None:
     stored = MOE.model_copy(update={"quantization": Quantization(kind="nvfp4", kept=("attention", "dense", "shared"))})
     assert made(tables, stored).provenance["experts"].startswith("datasheet")
+
+
+@pytest.mark.parametrize(("slower", "share"), [(2.0, 1.0), (0.5, 0.5)])
+@pytest.mark.parametrize("dtype", ["fp8_block", "nvfp4"])
+def test_launches_in_a_table_do_not_make_small_types_slower_than_half_precision(
+    dtype: str, slower: float, share: float, tmp_path: Path
+) -> None:
+    rows = [row for row in gemm_rows() if row["gemm_dtype"] == "bfloat16"]
+    small = [row | {"gemm_dtype": dtype, "latency": slower * row["latency"]} for row in rows]
+    write(tmp_path, "gemm/vllm/0.19.0/gemm", [*rows, *small])
+    found = Tables(tmp_path, "vllm", "bfloat16")
+    assert found.product(16, 512, 512, dtype) == pytest.approx(share * found.product(16, 512, 512))
 
 
 def test_latent_attention_has_its_products_in_its_own_table(tables: Path) -> None:
