@@ -8,8 +8,7 @@ exactly the requests that were sent. Nothing is fitted afterwards. The aims refe
 the error at the machine's pace (measured divided by predicted time of the executed steps), and how many figures are
 within their stated ranges. `--quick` ends within 11 minutes and names the loads that were not measured. `--kept` uses
 the stored profile of this machine, so that many short loads can be measured (`--seconds 12`). Writes
-results/prediction.json, with the workload and the dtype in the name if they are given. `python -m
-benchmarks.truth --source "this machine"` joins these files.
+results/prediction.json, with the workload and the dtype in the name if they are given.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Compare predictions with published measurements and with this machine's own."""
+"""Compare predictions with published measurements."""

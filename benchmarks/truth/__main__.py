@@ -1,14 +1,13 @@
 """Compare predictions from imported tables with published measurements, one row for each source.
 
-    python -m benchmarks.truth [--measured DIR] [--source NAME …] [--quick] [--json FILE]
+    python -m benchmarks.truth [--measured DIR] [--source NAME …] [--json FILE]
 
 Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfigurator-core 0.12 (`pip install
 'xgpt-serve[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
 (experiment, model, device, tp, max_num_batched_tokens, max_num_seqs, input_tokens, output_tokens, rate_per_s, and mean
 and p99 of e2e and ttft in ms) and `trtllm_max_throughput.csv` (version, model, device, dtype, tp, input_tokens,
 output_tokens, output_tokens_per_s, and ep for models with experts). None of them is part of this repository. K/V blocks
-that an engine logged are in the code. Rows of this machine are those that `python -m benchmarks.prediction` wrote to
-results.
+that an engine logged are in the code.
 
 Figures of engines (configs/engines) were fitted only to the rows that are marked so.
 """
@@ -29,15 +28,11 @@ from benchmarks.truth.score import errors_of, table
 from benchmarks.truth.sources import Row, Setting
 from xprofiler.ranges import Cell
 
-QUICK = 60
-"""Number of rows of each source with --quick."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="DIR", help="folder of measurements by others")
     parser.add_argument("--source", action="append", choices=[source.name for source in SOURCES])
-    parser.add_argument("--quick", action="store_true", help=f"at most {QUICK} rows of each source")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--errors", type=Path, help="write the errors of each cell to this file, in the form of configs/errors.json"
@@ -64,7 +59,7 @@ def main() -> None:
             print(f"{source.name}: not here")
             continue
         started = time.perf_counter()
-        found = list(source.rows(path, QUICK if options.quick else None))
+        found = list(source.rows(path))
         predicted = [row for row in found if row.predicted]
         print(
             f"{source.name}: {len(predicted)} of {len(found)} rows predicted in {time.perf_counter() - started:.0f} s"

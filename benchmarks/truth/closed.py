@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, closed_loop, needs
-from benchmarks.truth.sources import Figures, Row, Setting, cell_of, predicted, read, skew_of, thinned
+from benchmarks.truth.sources import Figures, Row, Setting, cell_of, predicted, read, skew_of
 from xprofiler.ranges import family_of
 
 WIDTHS = {"isl": 1.3, "osl": 1.0}
@@ -51,7 +51,7 @@ WITH_STATES = (("schedules_ahead", False), ("state_copies", 3))
 COLUMNS = {"throughput": "rps", "TPOT": "tpot", "TTFT": "ttft"}
 
 
-def rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
+def rows(path: Path, *, is_imported: bool = True) -> Iterator[Row]:
     seen: Counter[tuple[str, ...]] = Counter()
     raws = [raw | {name: str(value) for name, value in TEXT.get(raw["id"], {}).items()} for raw in read(path)]
     is_given = {}
@@ -61,7 +61,7 @@ def rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[
         is_given[raw["id"]] = (sources.index(raw["source"]) if path.stem.endswith("_b") else seen[key]) % 2 == 0
         seen[key] += 1
     name = f"closed loops 2026{', b' if path.stem.endswith('_b') else ''}"
-    for raw in thinned(raws, most):
+    for raw in raws:
         measured = {name: float(raw[column]) for name, column in COLUMNS.items() if raw[column]}
         group = f"{raw['model']} {raw['stored'] or raw['dtype']} {raw['cluster']} {raw['engine']}"
         skip = raw["skip"] or OTHER_KERNELS.get(raw["source"], "")

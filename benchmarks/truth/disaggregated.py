@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.truth import experts, sources
 from benchmarks.truth.loads import Served, closed_loop, open_loop
-from benchmarks.truth.sources import Figures, Row, cell_of, count_of, predicted, read, skew_of, thinned
+from benchmarks.truth.sources import Figures, Row, cell_of, count_of, predicted, read, skew_of
 
 MODELS = {name: (model, stored) for name, (model, stored) in experts.MODELS.items()} | {
     name: (model, None) for name, model in sources.MODELS.items()
@@ -28,10 +28,10 @@ DEVICES = {"h100_sxm": 8, "h200_sxm": 8, "b200_sxm": 8, "b300_sxm": 8, "gb200": 
 """Number of devices of a machine."""
 
 
-def rows(path: Path, most: int | None) -> Iterator[Row]:
+def rows(path: Path) -> Iterator[Row]:
     """Yield a row for each deployment. Rows of unsupported models or types state why they are not predicted."""
     raws = [raw for raw in read(path) if raw["mode"] == "disagg"]
-    for raw in thinned(raws, most):
+    for raw in raws:
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
         group = f"{raw['model_path']} {raw['system']} {raw['backend']}"
         row = Row("disaggregated", group, False, measured, note=raw["id"])

@@ -25,7 +25,6 @@ from benchmarks.truth.sources import (
     of_clients,
     read,
     skew_of,
-    thinned,
 )
 
 MODELS: dict[str, tuple[str, Stored | None]] = {
@@ -61,11 +60,11 @@ twice, for slices and for parts of the experts."""
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
 
-def served_rows(path: Path, most: int | None) -> Iterator[Row]:
+def served_rows(path: Path) -> Iterator[Row]:
     """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
     mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
-    for raw in map(with_all_clients, thinned(raws, most)):
+    for raw in map(with_all_clients, raws):
         name, _ = MODELS[raw["model_path"]]
         stored = stored_in(raw)
         backend, clients = raw["backend"], count_of(raw["batch_size"])

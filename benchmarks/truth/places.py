@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from benchmarks.truth import closed, disaggregated, experts, here, memory
+from benchmarks.truth import closed, disaggregated, experts, memory
 from benchmarks.truth.sources import Source, offline_rows, open_rows, silicon_rows
 from xgpt.core.errors import XgptError
 from xprofiler import imported
@@ -41,7 +41,7 @@ SOURCES = (
     Source(
         "TensorRT-LLM, offline, datasheet",
         _in_folder("trtllm_max_throughput.csv"),
-        lambda path, most: offline_rows(path, most, is_imported=False),
+        partial(offline_rows, is_imported=False),
     ),
     Source("silicon", _in_wheel, silicon_rows, "AIConfigurator 0.12 on 21 such rows: TPOT 6.3, TTFT 53.6 (means)"),
     Source("silicon, experts", _in_wheel, experts.served_rows),
@@ -49,9 +49,6 @@ SOURCES = (
     Source("closed loops 2026", _in_folder("closed_loops_2026.csv"), closed.rows),
     Source("closed loops 2026, b", _in_folder("closed_loops_2026_b.csv"), closed.rows),
     Source(
-        "closed loops 2026, datasheet",
-        _in_folder("closed_loops_2026_b.csv"),
-        lambda path, most: closed.rows(path, most, is_imported=False),
+        "closed loops 2026, datasheet", _in_folder("closed_loops_2026_b.csv"), partial(closed.rows, is_imported=False)
     ),
-    Source("this machine", here.folder_of, here.rows),
 )

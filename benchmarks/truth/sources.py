@@ -92,12 +92,8 @@ class Source:
 
     name: str
     path: Callable[[Path | None], Path | None]
-    rows: Callable[[Path, int | None], Iterator[Row]]
+    rows: Callable[[Path], Iterator[Row]]
     peers: str = ""
-
-
-def thinned(rows: list[dict[str, str]], most: int | None) -> list[dict[str, str]]:
-    return rows if most is None or len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
 MEASURED = ("silicon_tpot_ms", "silicon_ttft_ms")
@@ -142,7 +138,7 @@ NUM_PROMPTS = 100
 """Number of distinct prompts in an experiment."""
 
 
-def open_rows(path: Path, most: int | None) -> Iterator[Row]:
+def open_rows(path: Path) -> Iterator[Row]:
     """Yield rows of vLLM 0.15.1 with Poisson arrivals, ten minutes at each rate of an experiment, one rate after the
     other.
 
@@ -150,7 +146,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request.
     """
     raws = read(path)
-    for raw in thinned(raws, most):
+    for raw in raws:
         earlier = [row for row in raws[: raws.index(raw)] if row["experiment"] == raw["experiment"]]
         before = sum(int(OPEN_SECONDS * float(row["rate_per_s"])) for row in earlier)
         numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
@@ -217,13 +213,13 @@ MOST_OFFLINE = 3000
 """Largest number of simulated requests, enough for a steady state. The source may have used more."""
 
 
-def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
+def offline_rows(path: Path, *, is_imported: bool = True) -> Iterator[Row]:
     """Yield rows of TensorRT-LLM 1.0's maximum throughput. All lengths are equal, and all requests wait from the start.
 
     Experts are divided among all devices. The commands of these rows also divide requests, not heads, among devices
     (enable_attention_dp), which is not predicted.
     """
-    for raw in thinned([raw for raw in read(path) if is_imported or not raw.get("ep")], most):
+    for raw in [raw for raw in read(path) if is_imported or not raw.get("ep")]:
         lengths, has_experts = (int(raw["input_tokens"]), int(raw["output_tokens"])), bool(raw.get("ep"))
         served = Served(
             raw["model"],
@@ -390,10 +386,10 @@ def of_clients(row: Row, served: Served, raw: dict[str, str], load: str = "close
     )
 
 
-def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
+def silicon_rows(path: Path) -> Iterator[Row]:
     """Yield rows of clients in a closed loop. All start at the same time, and each sends ten requests."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
-    for raw in thinned(raws, most):
+    for raw in raws:
         clients, tp = count_of(raw["batch_size"]), count_of(raw["tp_size"])
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
         model, backend = MODELS[raw["model_path"]], raw["backend"]

@@ -72,7 +72,7 @@ def test_cached_tokens_are_not_encoded_again() -> None:
 
 def test_blocks_are_those_that_the_engine_logged() -> None:
     """The goal is 3%; of Mixtral, nothing was fitted."""
-    rows = list(memory.rows(Path(), None))
+    rows = list(memory.rows(Path()))
     errors = {(row.group, row.is_fitted): row.errors()["blocks"] for row in rows}
     assert len(errors) == 4 and ("mixtral-8x7b", False) in errors
     assert all(abs(error) < 0.005 for error in errors.values()), errors
