@@ -76,6 +76,16 @@ def _compile(session: pytest.Session, *, wait: bool) -> None:
         compile_all(Path(os.environ["NUMBA_CACHE_DIR"]), wait=wait)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Begin with another folder in each process: what one has compiled of its files, the others read."""
+    worker, arguments = getattr(session.config, "workerinput", None), session.config.args
+    if worker is not None and arguments == session.config.getini("testpaths"):
+        tests = Path(__file__).parent
+        folders = [file.relative_to(tests).parts[0] for file in sorted(tests.rglob("test_*.py"))]
+        first = folders[int(worker["workerid"][2:]) * len(folders) // worker["workercount"]]
+        arguments[:] = [str(tests / name) for name in sorted(set(folders), key=lambda name: (name < first, name))]
+
+
 SECONDS = Path(__file__).parent / "seconds.json"
 """How long each file of tests took when `make test-times` wrote it: a process takes those that take longest first."""
 
@@ -86,7 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     seconds = json.loads(SECONDS.read_text())
-    items[:] = sorted(here, key=lambda item: -seconds.get(item.nodeid.partition("::")[0], float("inf")))
+
+    def place(item: pytest.Item) -> tuple[float, str]:
+        file = item.nodeid.partition("::")[0]
+        return -seconds.get(file, float("inf")), file
+
+    items[:] = sorted(here, key=place)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
