@@ -145,7 +145,7 @@ class ExpertTable:
     def nearest(self) -> ExpertTable:
         """This table, or if the shape was not measured, that of the shape in this type whose sizes have the nearest
         logarithms. Scaled by the ratio of rooflines, it is 8 to 15% off where the roofline alone is 27 to 51% too fast
-        (medians over 1,046 groups of measured shapes of which each was left out in turn).
+        (medians over 1,048 groups of measured shapes of which each was left out in turn).
         """
         if self.groups:
             return self
