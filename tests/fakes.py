@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -224,3 +227,16 @@ def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> bool:
     while not (is_so := holds()) and time.monotonic() < deadline:
         time.sleep(0.03)  # what is asked of a server takes time from its own process
     return is_so or holds()
+
+
+def certificate_in(directory: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1, signed with its own key, and that key."""
+    if shutil.which("openssl") is None:
+        import pytest  # the servers that tests start do without it
+
+        pytest.skip("certificates are made with openssl")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    return cert, key

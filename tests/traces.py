@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 
 def lines(*rows: object) -> str:
@@ -234,3 +235,9 @@ vllm:request_generation_tokens_bucket{engine="0",le="10.0",model_name="m"} 90.0
 vllm:request_generation_tokens_bucket{engine="0",le="20.0",model_name="m"} 90.0
 vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 100.0
 """
+
+
+def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    return path

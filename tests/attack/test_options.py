@@ -23,7 +23,7 @@ from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import EVERYWHERE, PROBE, attacked
-from tests.fakes import eventually
+from tests.fakes import certificate_in, eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import dump_json
 from xrunner.vllm.process import PYTHON_VARIABLE
@@ -56,21 +56,11 @@ def collector() -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def certificate(directory: Path) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("certificates are made with openssl")
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return cert, key
-
-
 @pytest.mark.point(1, 20)
 @pytest.mark.parametrize("flavour", EVERYWHERE)
 @pytest.mark.long
 def test_every_option_takes_effect(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
+    cert, key = certificate_in(tmp_path)
     moved = shutil.copytree(checkpoint, tmp_path / "moved" / "small")
     steps = tmp_path / "steps.jsonl"
     with collector() as (traces_to, traces):

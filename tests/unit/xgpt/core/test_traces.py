@@ -10,18 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.traces import METRICS, PUBLIC, SAID, lines, lmsys, over_time, share_gpt
+from tests.traces import METRICS, PUBLIC, SAID, lines, lmsys, over_time, share_gpt, write
 from xgpt.core import trace_files, traces
 from xgpt.core.errors import InputError
 from xgpt.core.traces import read_lengths, read_workload
 from xgpt.core.workload import quantile
 from xgpt.resolve import load_trace, load_workload
-
-
-def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
-    path = tmp_path / name
-    path.write_bytes(text.encode())
-    return path
 
 
 @pytest.mark.parametrize(

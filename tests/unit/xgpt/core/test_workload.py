@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tests.rings import examples
+from tests.traces import write
 from tools.make_workload import render
 from xgpt.core import workload
 from xgpt.core.errors import InputError
@@ -23,12 +24,6 @@ TWO_POINTS = Histogram(lengths=(3, 8), probabilities=(0.99, 0.01))
 
 def rng(seed: int = 7) -> np.random.Generator:
     return np.random.default_rng(seed)
-
-
-def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
-    path = tmp_path / name
-    path.write_bytes(text.encode())
-    return path
 
 
 # Table 3 of ExeGPT, as the product's sources give it: mean and 99th percentile after the cut, from scipy.

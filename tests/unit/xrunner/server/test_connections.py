@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.attack.client import read_all
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from tests.rings import few
 from xrunner.server.http import answer, connections
@@ -32,17 +33,6 @@ def post(body: object, headers: str = "", path: str = "/v1/completions") -> byte
 
 def completion(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": [1], "max_tokens": 3, "ignore_eos": True, **fields}
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Until the server closes."""
-    parts = []
-    try:
-        while part := client.recv(1 << 16):
-            parts.append(part)
-    except ConnectionError:
-        pass
-    return b"".join(parts)
 
 
 def status(answer: bytes) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import resource
-import shutil
 import signal
 import socket
 import ssl
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
+from tests.fakes import FakeExecutor, certificate_in, fake_app, fake_engine, fake_plan, running
 from tests.rings import few
 from xgpt.client import ClientRequest, replay
 from xgpt.connection import tls_context
@@ -132,14 +131,7 @@ def test_a_second_signal_does_not_wait_for_load_balancers() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1, signed with its own key, and that key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("certificates are made with openssl")
-    directory = tmp_path_factory.mktemp("certificate")
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return cert, key
+    return certificate_in(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
