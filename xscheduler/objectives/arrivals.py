@@ -124,7 +124,7 @@ class Arrivals(Objective[PlanDraft]):
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
             capacities[kind] = capacities[kind].but(error=error)
             if not self._sampled:
-                every = EverySetting(self.scheduler, self._finish, best.plan, rate, DEVIATIONS * error)
+                every = EverySetting(self.scheduler, self._finish, best.plan, rate)
                 self._has_tried_all = every.tighten(self._branches.all)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s

@@ -12,7 +12,10 @@ bounds:
   largest, the limit has had no effect, and those in between need no run. The same holds for whole rows of settings.
 
 All settings get the K/V blocks of the one whose steps leave the most. Runs share their random numbers. The bound is the
-rate at which all settings break the bounds, raised by two standard deviations of a rate from `MANY_REQUESTS`.
+rate at which all settings break the bounds, corrected by what chance may hide. The rates of the best plan with `DRAWS`
+draws of requests, of which the runs use the first, say how the first differs from their mean, and how sure the mean is.
+How a setting that was kept last differs from the best plan, from draw to draw, says how much other settings may. The
+quantile `SURE` is Student's.
 """
 
 from __future__ import annotations
@@ -21,22 +24,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import pairwise
-from math import sqrt
+from math import hypot, sqrt
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t as student
 
 from xgpt.core.schema import PlanDraft, PolicySettings
 from xscheduler.box_bounds import SLACK
 from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Array, Evaluation, Space
-from xsimulator.capacity import LEAST_REQUESTS, Trial
+from xsimulator.capacity import LEAST_REQUESTS, PRECISION, SEED, CapacitySearch, Trial
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
 
 MANY_REQUESTS = 8 * LEAST_REQUESTS
-LENIENT = 2.0
+LENIENT = 3.0
+DRAWS, SURE = 8, 0.977
 STEP = 1.015
 """Ratio of two rates that are tried one after the other."""
 FEW = 12.0
@@ -106,16 +111,15 @@ class EverySetting:
 
     Args:
         best: the plan with the highest rate so far, which is `rate`.
-        error: share by which a rate measured with `LEAST_REQUESTS` may be too low by chance.
     """
 
     def __init__(
-        self, scheduler: Scheduler, finish: Callable[[PlanDraft], PlanDraft], best: PlanDraft, rate: float, error: float
+        self, scheduler: Scheduler, finish: Callable[[PlanDraft], PlanDraft], best: PlanDraft, rate: float
     ) -> None:
         self._scheduler, self._finish, self._best, self._rate = scheduler, finish, best, rate
-        self._allowed = 1 + error * sqrt(LEAST_REQUESTS / MANY_REQUESTS)
         self._slack = 1 / (1 + best.constraint.headroom)
         self._runs_left = MOST_RUNS
+        self._last: PlanDraft | None = None
 
     @cached_property
     def _trial(self) -> Trial:
@@ -125,6 +129,24 @@ class EverySetting:
     def _long(self) -> Trial:
         return Trial(self._best, self._scheduler.problem.profile, least_requests=MANY_REQUESTS)
 
+    @cached_property
+    def _allowed(self) -> float:
+        """How many times the rate that all settings break with the runs' requests may be kept with any requests."""
+        profile = self._scheduler.problem.profile
+
+        def rate(plan: PlanDraft, seed: int) -> float:
+            search = CapacitySearch(plan, profile, self._rate, seed=seed, least_requests=MANY_REQUESTS)
+            search.precision = PRECISION / 4
+            return search.rate
+
+        draws = range(SEED, SEED + DRAWS)
+        rates = np.array([rate(self._best, seed) for seed in draws])
+        error, sure = float(np.std(rates, ddof=1) / np.mean(rates)), float(student.ppf(SURE, DRAWS - 1))
+        if self._last is None:
+            return 1 + sure * error
+        differs = float(np.std(np.log([rate(self._last, seed) for seed in draws] / rates), ddof=1))
+        return float(np.mean(rates) / rates[0]) * (1 + sure * hypot(error / sqrt(DRAWS), differs))
+
     def tighten(self, branches: Sequence[Branch]) -> bool:
         """Lower wide bounds if few requests run. Return whether a bound has been lowered."""
         wide = sorted((one for one in branches if one.bound > WIDE * self._rate), key=lambda one: -one.bound)
@@ -132,12 +154,12 @@ class EverySetting:
             return False
         most, has_lowered = self._rate, False
         for branch in wide:
-            if branch.bound <= self._allowed * most:
+            if has_lowered and branch.bound <= self._allowed * most:
                 break
             if (found := self._highest(branch.space, branch.bound, most)) is None:
                 break
             most, has_lowered = found, True
-            branch.bound = min(branch.bound, self._allowed * most)
+            branch.bound = min(branch.bound, max(self._allowed * most, self._rate))
         return has_lowered
 
     @property
@@ -163,6 +185,7 @@ class EverySetting:
                 outcome = partial(self._outcome, trials, settings, rate)
                 if not (rows := _kept_rows(rows, partial(settings.able, rate=rate), outcome)):
                     break
+                self._last = settings.plan(int(rows[0][-1]))
                 rate *= STEP
             return rate
         return None
