@@ -368,7 +368,7 @@ def test_a_plan_that_names_no_objective_was_made_for_saturation(xgpt: Xgpt, plan
     assert older.constraint.objective == "saturated"
     assert older.estimate.capacity is None
     assert xgpt("report", str(plan), "-o", "older.html").code == 0
-    assert "highest arrival rate, requests/s" in Path("older.html").read_text()
+    assert "requests/s within the bounds, at most" in Path("older.html").read_text()
 
 
 def test_headroom_is_what_is_asked_for(xgpt: Xgpt) -> None:
