@@ -34,6 +34,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = ("xrunner", "xsimulator")
 
 
 class Locator(caching.UserProvidedCacheLocator):
@@ -42,9 +43,9 @@ class Locator(caching.UserProvidedCacheLocator):
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
         path = Path(py_file).resolve()
-        if not path.is_relative_to(ROOT):
-            return str(super().get_suitable_cache_subpath(py_file))
-        return "_".join(path.relative_to(ROOT).parts[:-1])
+        parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else ("",)
+        # Other packages' functions may call what differs between environments.
+        return "_".join(parts[:-1]) if parts[0] in OURS else str(super().get_suitable_cache_subpath(py_file))
 
     def get_source_stamp(self) -> str:
         return sha256(Path(self._py_file).read_bytes()).hexdigest()
