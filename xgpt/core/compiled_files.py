@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba.core import caching, codegen
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -45,7 +46,9 @@ class Locator(caching.UserProvidedCacheLocator):
         path = Path(py_file).resolve()
         parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else ("",)
         # Other packages' functions may call what differs between environments.
-        return "_".join(parts[:-1]) if parts[0] in OURS else str(super().get_suitable_cache_subpath(py_file))
+        if parts[0] in OURS:
+            return "_".join((*parts[:-1], numba.__version__))
+        return str(super().get_suitable_cache_subpath(py_file))
 
     def get_source_stamp(self) -> str:
         return sha256(Path(self._py_file).read_bytes()).hexdigest()
