@@ -161,6 +161,7 @@ class _SessionSearch:
         self._num_turns, self._turns = turns_of(law), _KeptTurns.of(problem)
         self._of_turns = of_turns(scheduler(problem, search).problem)
         self._best: dict[str, tuple[SessionTrial, float]] = {}
+        self._bounds: dict[bytes, float] = {}
         self._tried: set[object] = set()
         self._num_tried = 0
 
@@ -248,7 +249,13 @@ class _SessionSearch:
         return Ceiling(high, BOUND)
 
     def _bound(self, token_s: float) -> float:
-        reused = self._turns.reused(self._turns.found(token_s), 0.0, holds_prompts=False)
+        found = self._turns.found(token_s)
+        if (key := found.tobytes()) not in self._bounds:
+            self._bounds[key] = self._bound_if(found)
+        return self._bounds[key]
+
+    def _bound_if(self, cached: Ints) -> float:
+        reused = self._turns.reused(cached, 0.0, holds_prompts=False)
         by = scheduler(self._at(reused, "saturated"), self._search)
         try:
             found = by.found(self._kinds)
