@@ -59,6 +59,7 @@ class Planned:
     Attributes:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
         beside: the best plan of another shape, or None if it was not searched, or there is none.
+        steady: the plan of the highest rate, if another one keeps more of a log that none holds.
     """
 
     request: PlanRequest
@@ -70,6 +71,7 @@ class Planned:
     fewest: Fewest | None = None
     load: CarriedLoad | None = None
     beside: Plan | None = None
+    steady: Plan | None = None
 
     @property
     def recommendation(self) -> Recommendation:
@@ -90,6 +92,7 @@ class Planned:
             tried=() if self.fewest is None else self.fewest.tried,
             choices=self.choices,
             beside=self.beside,
+            steady=self.steady,
             wanted=self.request.confidence,
             **asked,
         )
@@ -163,15 +166,27 @@ def _planned(
         found = {kind: _replaying(one, problem, request.workload) for kind, one in found.items()}
     found = own_first(found)
     other = resolved.beside or next(iter(found.values())).at_side
+    steady: Found | None = None
     if load is not None and resolved.fewest is None:
-        found, other = keeping_most(found, other, problem, load)
+        found, other, steady = keeping_most(found, other, problem, load)
     paired = trace if load is None or load.log is None else None  # a replay has the log's own pairs of lengths
     plans = _annotate(found, problem, paired, request.api_servers)
     if other is not None:
         other = fronted(other.with_estimate(**ranges_of(other, problem.profile)), request.api_servers)
     beside = None if other is None else other.proven(next(iter(found.values())).ceiling)
     planning_s = time.perf_counter() - started
-    return Planned(request, problem, plans, resolved.choices, planning_s, ahead, resolved.fewest, load, beside)
+    return Planned(
+        request,
+        problem,
+        plans,
+        resolved.choices,
+        planning_s,
+        ahead,
+        resolved.fewest,
+        load,
+        beside,
+        None if steady is None else steady.estimating(**ranges_of(steady.draft, problem.profile)).plan,
+    )
 
 
 def _replaying(found: Found, problem: Problem, name: str) -> Found:

@@ -90,8 +90,9 @@ def _within(told: Found) -> Iterator[str]:
     sure = [each["confidence"] for each in told["sizes"]]
     if sure != sorted(sure):
         yield f"more devices hold the load less surely: {told['sizes']}"
-    if told["would_hold"] is not None and load["holds"]:
-        yield "it holds the load, and more devices are named that would"
+    sure = (load["confidence"] or 0.0, told["would_hold_confidence"] or 0.0)
+    if told["would_hold"] is not None and load["holds"] and sure[0] >= sure[1]:
+        yield "it holds the load, and more devices are named that hold it no more surely"
 
 
 def _told(text: str, told: Found) -> Iterator[str]:

@@ -48,5 +48,5 @@ def _explain(found: Compared) -> None:
     if found.ranges:
         parts.append(render.assumptions_table(found.ranges))
     if found.relaxed:
-        parts.append(render.relaxed_table(found.best, found.relaxed))
+        parts.append(render.relaxed_table(found.highest, found.relaxed))
     render.show("", *parts)

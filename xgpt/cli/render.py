@@ -17,6 +17,8 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.recommend import name_of
+from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import percent, range_in_words
 from xgpt.reporting.fleet import costs_rows, kinds_rows
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
@@ -189,30 +191,37 @@ def plans_table(plans: dict[str, Plan], title: str = "each policy") -> Fitting:
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
+    """Return a table of the highest rates under looser bounds, beside that of `best` under the given ones."""
+    plans = {1.0: best, **relaxed}
     rows = [
         [
             "none" if factor is None else f"x{factor:g}: {bounds_in_words(best.constraint.looser(factor))}",
-            plan.policy.kind,
             f"{maximised(plan):.3f}",
             f"{100 * (maximised(plan) / maximised(best) - 1):+.1f}%",
         ]
-        for factor, plan in relaxed.items()
+        for factor, plan in plans.items()
     ]
     rate = "arrivals/s" if best.constraint.maximises_arrivals else "req/s"
-    below = [f"{row[0]}: {settings_text(plan)}" for row, plan in zip(rows, relaxed.values(), strict=True)]
-    return Fitting("gains from looser bounds", ["bounds", "best", rate, "gain"], rows, below=below)
+    below = []
+    for row, plan in zip(rows, plans.values(), strict=True):
+        sure = f" (not verified: {', '.join(unsure)})" if (unsure := unverified(plan)) else ""
+        below.append(f"{row[0].partition(':')[0]}: {name_of(plan)}: {settings_text(plan)}{sure}")
+    return Fitting("gains from looser bounds", ["bounds", rate, "gain"], rows, below=below)
 
 
-def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Table:
+def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Fitting:
     """Return a table of each plan's gain per device over the current deployment under each assumption."""
-    names = list(next(iter(ranges.values())).each)
+    short = {name: name if len(name) <= MOST_NAME else f"({i})" for i, name in enumerate(ranges, 1)}
     rows = [
         [name, *("-" if (gain := one.each.get(name)) is None else f"{gain:.2f}" for one in ranges.values())]
-        for name in names
+        for name in next(iter(ranges.values())).each
     ]
-    return table("gain per device if", ["", *ranges], rows)
+    below = [f"{said}: {name}" for name, said in short.items() if said != name]
+    return Fitting("gain per device", ["if", *short.values()], rows, below=below)
 
 
+MOST_NAME = 8
+"""Longest name of a plan that heads a column. Longer ones stand below the table."""
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
 TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
 """Labels of times that count from arrival, by the first part of a figure's name."""

@@ -31,6 +31,7 @@ from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.recommend import name_of
 from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_of
 from xgpt.solving import Planned, solve
@@ -76,12 +77,18 @@ class Compared:
     def recommendation(self) -> Recommendation:
         return self.planned.recommendation
 
+    @property
+    def highest(self) -> Plan:
+        """The plan of the highest rate under the given bounds, whether measurements verify its kind or not."""
+        beside = self.planned.beside
+        return max([*self.plans.values(), *([] if beside is None else [beside])], key=rate_of)
+
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
         """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, it is
         empty.
         """
-        problem, plan = self.planned.problem, self.best
+        problem, plan = self.planned.problem, self.highest
         constraint = problem.constraint.but(arrival_rate_per_s=None)
         best: dict[float | None, Plan] = {}
         for factor in RELAXATIONS if constraint.bounds_latency else ():
@@ -181,12 +188,20 @@ def _with_current(
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
     compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
-    gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 else {}
+    is_best = as_run is problem and _of(scored) == _of(planned.best)
+    if is_best:  # one deployment has one figure
+        scored = planned.best.model_copy(update={"recommendation": None})
+    gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 and not is_best else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))
     judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path)
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
+
+
+def _of(plan: Plan) -> tuple[object, ...]:
+    """Return what makes two plans one deployment."""
+    return settings_text(plan), plan.cluster, plan.engine, plan.precision, plan.speculation
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xgpt.comparing.current import CurrentEngine, sglang_drafts
-from xgpt.comparing.flags import DTYPES, FlagTable, Given, count, judge, share, types_of, value_of
+from xgpt.comparing.flags import DTYPES, FlagTable, Given, count, judge, share, tables, types_of, value_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
@@ -124,4 +124,6 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
 
 
 def _kept(given: Given) -> Given:
-    return {name: value for name, value in given.items() if name == "port"}
+    """Return the options that a plan's command repeats: all that neither the plan decides nor its placement."""
+    planned = tables()["planned_of_others"]
+    return {name: value for name, value in given.items() if name not in planned and not name.startswith("speculative-")}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from xgpt.comparing.assumptions import ranges
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import sha256
 from xgpt.core.load import LogLoad
 from xgpt.core.schema import Outcome, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
@@ -75,7 +76,8 @@ def _replayed(
         switch=told.action == "change",
     )
     decision, then = concluded(plan, observation, verdict, slowdown, started)
-    return Replanned(plan, observation, decision.but(recommendation=told), then or plan)
+    runs = (now if then is None else best).told(told)
+    return Replanned(plan, observation, decision.but(recommendation=told, plan_sha256=sha256(runs)), runs)
 
 
 def _problem(situation: Situation, log: LogLoad) -> Problem:

@@ -7,6 +7,7 @@ import shlex
 
 from xgpt.checkpoints import hub
 from xgpt.comparing.flags import Given
+from xgpt.comparing.other_engines import SGLANG, TENSORRT_LLM
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
 from xgpt.core.schema.recommendation import Process
@@ -125,7 +126,7 @@ def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, por
     same threads.
 
     Args:
-        kept: further options for vLLM's command, such as those of the current deployment.
+        kept: further options for the command, such as those of the current deployment.
         replicas: number of replicas that one command starts (vLLM, SGLang).
         port: port on which the engine answers. None means its default, or the one in `kept`.
     """
@@ -172,12 +173,12 @@ def engine_command(plan: Plan, kept: Given | None = None, replicas: int = 1, por
         words += ["--quantization", "fp8"] if in_eight else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
         words += _sglang_draft(plan.speculation)
-        words += [] if port is None else ["--port", str(port)]
+        words += SGLANG.words({**(kept or {}), **({} if port is None else {"port": str(port)})})
     else:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
-        words += [] if port is None else ["--port", str(port)]
+        words += TENSORRT_LLM.words({**(kept or {}), **({} if port is None else {"port": str(port)})})
     return shlex.join(words)
 
 

@@ -27,14 +27,15 @@ LOOSER = (1.5, 2.0, None)
 
 def keeping_most(
     found: dict[str, Found], beside: PlanDraft | None, problem: Problem, load: CarriedLoad
-) -> tuple[dict[str, Found], PlanDraft | None]:
-    """Return the schedules with that first which keeps most of a log, and the one of another shape that keeps most.
-    Both are as given if the first one holds the log, or if there is no log.
+) -> tuple[dict[str, Found], PlanDraft | None, Found | None]:
+    """Return the schedules with that first which keeps most of a log, the one of another shape that keeps most, and the
+    first one that was given. If it holds the log, or if there is none, the first two are as given, and the last is
+    None.
     """
     kind, first = next(iter(found.items()))
     kept = load.kept(first.draft, problem.profile) if problem.constraint.maximises_arrivals else None
     if kept is None or kept.holds(problem.constraint.quantile):
-        return found, beside
+        return found, beside, None
     tried = [first.draft, *(() if beside is None else (beside,)), *_for_looser_bounds(kind, first, problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
@@ -44,7 +45,7 @@ def keeping_most(
         others.sort(key=lambda draft: bool(unverified_shape(draft)))
     if best is not first.draft:
         found = {kind: Found(best, first.ceiling), **{name: one for name, one in found.items() if name != kind}}
-    return found, next(iter(others), None)
+    return found, next(iter(others), None), None if best is first.draft else first
 
 
 def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:

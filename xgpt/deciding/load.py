@@ -113,11 +113,14 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
     """
     if rate_of(plan) <= 0:
         return None
-    least, paces = max(2, ceil(load.rate_per_s / rate_of(plan))), paces_of(plan, profile)
+    least, paces, surely = max(2, ceil(load.rate_per_s / rate_of(plan))), paces_of(plan, profile), 0.0
     if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
         least = max(least, ceil(load.rate_per_s / surely))
     for copies in range(least, least + MOST_COPIES):
         kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
         if kept is None or kept.holds(plan.constraint.quantile):
-            return Copies(copies * plan.num_devices, confidence(plan, profile, load.rate_per_s / copies))
+            likely = confidence(plan, profile, load.rate_per_s / copies)
+            if likely is not None and copies * surely >= load.rate_per_s:
+                likely = max(likely, wanted)
+            return Copies(copies * plan.num_devices, likely)
     return None

@@ -65,6 +65,7 @@ def recommend(
     tried: Sequence[tuple[int, Judged]] = (),
     choices: Sequence[ClusterChoice] = (),
     beside: Plan | None = None,
+    steady: Plan | None = None,
     kept: Given | None = None,
     path: str = "plan.json",
     now_path: str | None = None,
@@ -82,6 +83,7 @@ def recommend(
         tried: numbers of devices that were judged for this load, rising.
         choices: clusters that were compared, the cheapest first.
         beside: the best plan of another shape, or None.
+        steady: the plan of the highest rate, if another one keeps more of a log that none holds.
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
         wanted: probability with which devices must hold the load.
@@ -112,19 +114,25 @@ def recommend(
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
     more = next((plan for plan in ranked if not by_itself(plan) and is_better(plan, best, profile, load)), None)
     next_best = beside or next((plan for plan in ranked if plan is not more), None)
+    if is_best and next_best is not None and is_better(next_best, best, profile, load):
+        why = "it is the best plan that measurements verify" if unverified(next_best) else why
     chosen = present if action == "keep" and present is not None else first
     shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
-    copies = dict[Copied, Copies]()
-    if load is not None and chosen.at_load is not None and not chosen.at_load.holds:
+    copies, held = dict[Copied, Copies](), chosen.at_load
+    is_sure = held is None or (held.holds and (held.confidence is None or held.confidence >= wanted))
+    if load is not None and not is_sure:
         roles: dict[Copied, tuple[Plan | None, Profile]] = {
             "best": shown,
             "rejected": (None if chosen is first or is_best else best, profile),
             "runner_up": (next_best, profile),
+            "steady": (steady, profile),
         }
         for role, (plan, of) in roles.items():
             if plan is not None and (several := enough(plan, of, load, wanted)) is not None:
                 copies[role] = several
     copied = min(copies, key=lambda role: copies[role].rank(wanted), default=None)
+    if copied is not None and held is not None and held.holds and (copies[copied].confidence or 0.0) < wanted:
+        copied = None
     return Recommendation(
         action=action,
         model=best.model.name,
@@ -141,6 +149,7 @@ def recommend(
         runner_up_gain=None
         if next_best is None or now is None
         else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
+        steady=None if steady is None else offered(steady),
         with_more_work=None if more is None else offered(more) if is_lost else offer_of(more, kept, path),
         sizes=tuple(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
@@ -155,7 +164,7 @@ def recommend(
         would_change=tuple(_would_change(shown[0], chosen, gain if chosen is first else None)),
         measurement=_measurement(best, first, path)
         if now is None or present is None
-        else _measurement(now, present, now_path),
+        else _measurement(now, present, now_path, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
         warnings=best.estimate.warnings,
     )
 
@@ -273,7 +282,7 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None, least_gain: floa
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "they hold your load"
         if kept and would_keep:
-            fewer = "" if now.num_devices == 1 else ", and no plan on fewer devices surely does"
+            fewer = "" if now.num_devices == 1 else ", and fewer devices do less surely than wanted"
             return "keep", f"it keeps the bounds at your load{fewer}"
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found
@@ -332,11 +341,11 @@ def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
     return found
 
 
-def _measurement(plan: Plan, offer: Offer, path: str | None) -> Measurement | None:
+def _measurement(plan: Plan, offer: Offer, path: str | None, key: str = "") -> Measurement | None:
     if plan.profile.source == "measured" or offer.needs_xgpt or engine_command(plan) is None:
         return None
     port = offer.processes[0].port if offer.processes else PORT
     return Measurement(
         narrows=f"step times, on which all figures rest{'' if path else ' (-o current.json writes the file)'}",
-        command=f"xgpt check http://127.0.0.1:{port} --plan {path or 'current.json'}",
+        command=f"{key}xgpt check http://127.0.0.1:{port} --plan {path or 'current.json'}",
     )

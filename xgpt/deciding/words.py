@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 
 from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
@@ -56,14 +57,9 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
+    would = _would_hold(found)
     if load is not None and not load.holds:
-        would = ""
-        of = {"best": best, "rejected": found.rejected, "runner_up": found.runner_up}[found.would_hold_of]
-        if found.would_hold and of is not None:
-            name = "this plan" if not keeps else "what runs now" if of is best else "the best plan"
-            name = _in_short(of, best).rpartition(":")[0] if of is found.runner_up else name
-            sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
-            would = f"; {found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}"
+        would = f"; {would}" if would else ""
         devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
         yield ALWAYS, f"No schedule found on your {devices} holds your load{_where_lost(load, found.bounds)}{would}."
     yield from ((ALWAYS, text) for text in _answer(found, most_commands))
@@ -89,6 +85,8 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
         yield 7, f"Devices{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
+    if load is not None and load.holds and would:
+        yield 7, f"{would.replace(' would', ' would hold it', 1)}."
     if found.runner_up is not None:
         is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
@@ -116,7 +114,20 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         start = "Once it runs, measure" if found.now is None else "Measure, with what runs now,"
         yield 1, f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
     for warning in found.warnings[:1]:
-        yield 5, f"Warning: {warning}"
+        yield 8, f"Warning: {warning}"
+
+
+def _would_hold(found: Recommendation) -> str:
+    """Return how many devices would hold the load as surely as wanted, or ""."""
+    offers = {"best": found.best, "rejected": found.rejected, "runner_up": found.runner_up, "steady": found.steady}
+    of = offers[found.would_hold_of]
+    if not found.would_hold or of is None:
+        return ""
+    name = "this plan" if found.action != "keep" else "what runs now" if of is found.best else "the best plan"
+    name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up else name
+    name = f"{of.name} ({of.settings})" if of is found.steady else name
+    sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
+    return f"{found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -246,18 +257,17 @@ def _not_verified(unverified: tuple[str, ...]) -> str:
 
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
-    """Return how surely each number of devices that was searched holds the load. If a number is too few, so are all
-    below the next one.
+    """Return how surely each number of devices that was searched holds the load. More hold it no less surely, so
+    numbers between two equal ones are as these. If a number is too few, so are all below it.
     """
     spans = list[tuple[int, int, str]]()
-    for size, after in zip(sizes, [*sizes[1:], None], strict=True):
+    for size in sizes:
         words = f"in {tenths(size.confidence)}" if size.confidence else FEW
-        last = after.num_devices - 1 if after is not None and words == FEW else size.num_devices
-        if spans and spans[-1][2] == words and (words == FEW or spans[-1][1] == last - 1):
-            spans[-1] = spans[-1][0], last, words
+        if spans and spans[-1][2] == words:
+            spans[-1] = spans[-1][0], size.num_devices, words
         else:
-            spans.append((1 if words == FEW else size.num_devices, last, words))
-    said = list[str]()
+            spans.append((1 if words == FEW else size.num_devices, size.num_devices, words))
+    said = [f"fewer than {spans[0][0]} are not surer"] if spans[0][0] > 1 else list[str]()
     for first, last, words in spans:
         numbers = str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
         is_first = words != FEW and not any(" hold" in each for each in said)
@@ -306,12 +316,15 @@ def decision_lines(decision: Decision, then: Offer | None = None, width: int = W
 
 def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:
     """Yield the commands of the first processes. A command that several machines run alike is yielded once."""
-    commands = list(dict.fromkeys(process.command for process in offer.processes))
-    yield from (f"$ {command}" for command in commands[:most])
-    if (rest := len(commands) - most) > 0:
+    commands = Counter(process.command for process in offer.processes)
+    for command, count in list(commands.items())[:most]:
+        yield f"$ {command}"
+        if count > 1:
+            yield f"on each of {count} machines"
+        elif max(commands.values()) > 1:
+            yield "on one more machine"
+    if (rest := sum(list(commands.values())[most:])) > 0:
         yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
-    elif len(commands) == 1 and len(offer.processes) > 1:
-        yield f"on each of {len(offer.processes)} machines"
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:

@@ -43,8 +43,8 @@ class Fewest(NamedTuple):
         below = self.number - 1
         if not below:
             return ""
-        why = dict(self.tried)[below].why_not
-        return f"{below} device{'s are' if below > 1 else ' is'} not enough: {why}"
+        judged, devices = dict(self.tried)[below], f"{below} device{'s are' if below > 1 else ' is'}"
+        return f"{devices} {'less sure' if judged.confidence else 'not enough'}: {judged.why_not}"
 
 
 @dataclass(frozen=True)

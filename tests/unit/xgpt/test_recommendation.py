@@ -109,6 +109,11 @@ def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
     enough = at.but(share_kept=0.9982, worst_window="21:15 to 21:30", worst_share_kept=0.97)
     only = " ".join(" ".join(lines(found.but(best=same.but(at_load=enough)), most=None)).split())
     assert "holds your load; 40" in text and "holds your load in each window; 40" in only
+    unlike = same.but(
+        processes=(Process(command=command, port=8000),) * 3 + (Process(command="vllm serve m", port=8000),)
+    )
+    text = " ".join(" ".join(lines(found.but(best=unlike), most=None)).split())
+    assert "on each of 3 machines vllm serve m on one more machine" in text, "with these two, a third of it was started"
     several = tuple(Process(command=f"env A={i} {command} --long {'x' * 60}", port=8000 + i) for i in range(8))
     assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 
@@ -116,8 +121,11 @@ def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
 def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:
     of = [(1, 0.0), (4, 0.85), (5, 0.86), (6, 0.96), (8, 0.99)]
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
-    said = "1 to 3 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
+    said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
+    said = "fewer than 4 are not surer, 4 to 8 hold it in 8 of 10 cases"
+    of = [(4, 0.85), (6, 0.86), (8, 0.89)]
+    assert words._sizes(tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)) == said
 
 
 def test_the_best_plan_is_not_offered_to_who_runs_it() -> None:
@@ -131,6 +139,8 @@ def test_the_best_plan_is_not_offered_to_who_runs_it() -> None:
     again = compare(asked, process.command).recommendation
     assert (again.action, again.why, again.gain) == ("keep", "it is the best plan found", None)
     assert "other settings" not in " ".join(words.told(again, explained=False))
+    planned = solve(asked.but(model="meta-llama/Llama-3.1-8B-Instruct", engine="vllm")).recommendation
+    assert again.best.rate_per_s == planned.best.rate_per_s, "one deployment has one figure"
 
 
 def test_a_replay_that_breaks_the_bounds_overrules_the_rate(day: str) -> None:

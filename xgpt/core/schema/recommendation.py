@@ -14,7 +14,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.estimate import SessionEstimate
 
 Action = Literal["run", "change", "keep"]
-Copied = Literal["best", "rejected", "runner_up"]
+Copied = Literal["best", "rejected", "runner_up", "steady"]
 BoundName = Literal["latency", "TTFT", "TPOT", "session waiting", "session time"]
 
 
@@ -196,13 +196,17 @@ class Recommendation(Frozen):
     the next best that the engine runs by itself, of another shape if there is one."""
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
+    steady: Offer | None = Field(default=None, exclude_if=lambda found: found is None)
+    """The candidate of the highest rate, if no candidate holds the log, and another one keeps more of it."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
     """Numbers of devices that were considered for the load, rising. A number between two of them holds the load at
     least as surely as the lower one."""
     would_hold: int | None = None
-    """If `best` does not hold the load: a number of devices that does, as several such deployments. None: not known."""
+    """If `best` does not hold the load, or less surely than wanted: a number of devices that does, as several such
+    deployments. None: not known.
+    """
     would_hold_confidence: float | None = None
     """Probability that this number holds the load: the wanted one, unless no number reaches it. None: not known."""
     would_hold_of: Copied = "best"

@@ -180,7 +180,10 @@ def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float
     sure = {1: Judged(0.0, "8/s"), 2: Judged(0.7, "7 of 10"), 3: Judged(0.95), 4: Judged(0.95)}
     found = fewest_devices(4, lambda number, wanted: sure[number], wanted)
     assert found.number == number and dict(found.tried)[4].confidence == 0.95
-    assert f"{number - 1} device{'s are' if number > 2 else ' is'} not enough: " in found.why_not_fewer
+    assert (
+        f"{number - 1} device{'s are' if number > 2 else ' is'} {'less sure' if number > 2 else 'not enough'}: "
+        in found.why_not_fewer
+    )
 
 
 def test_more_devices_hold_a_load_no_less_surely_than_fewer() -> None:
