@@ -185,5 +185,5 @@ def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) ->
     ):
         if value > last:
             size = name.format(value)
-            warnings.append(f"{size} exceeds the largest in the profile, {last:.0f}: its time is extrapolated")
+            warnings.append(f"times of {size} are extrapolated (profile: {last:.0f})")
     return tuple(warnings)

@@ -208,4 +208,4 @@ def test_a_plan_warns_of_steps_beyond_the_profile() -> None:
     small, large = (scheduler.score(StaticSettings(batch=n), placement).estimate.warnings for n in (10, 100))
     last = subject.profile.layers[0].rest.points[-1]
     assert small == ()
-    assert large == (f"a step of 25735 tokens exceeds the largest in the profile, {last}: its time is extrapolated",)
+    assert large == (f"times of a step of 25735 tokens are extrapolated (profile: {last})",)
