@@ -110,7 +110,7 @@ def _told(text: str, told: Found) -> Iterator[str]:
         "Keep what runs now": told["action"] == "keep",
         "Change to": told["action"] == "change",
     }
-    if told["would_hold"] and told["would_hold_confidence"] is not None:
+    if told["would_hold"] and told["would_hold_confidence"] is not None and not best["at_load"]["holds"]:
         says[f"{told['would_hold']} would in {tenths(told['would_hold_confidence'])}"] = True
     for sentence, is_true in says.items():
         if (sentence in joined) != is_true:
