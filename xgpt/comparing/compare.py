@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -194,9 +195,20 @@ def _with_current(
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 and not is_best else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))
-    judged = planned.recommend(now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path)
+    judged = planned.recommend(
+        now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path, now_port=_published(current)
+    )
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
+
+
+PUBLISHED = re.compile(r"(?:^|\s)(?:-p|--publish)[ =](?:[\d.]+:)?(\d+):\d+")
+
+
+def _published(command: str) -> int | None:
+    """Return the host's port under which a container's command publishes the engine's."""
+    found = PUBLISHED.search(command) if re.search(r"\b(docker|podman)\b", command) else None
+    return None if found is None else int(found[1])
 
 
 def _of(plan: Plan) -> tuple[object, ...]:

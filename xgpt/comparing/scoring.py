@@ -180,7 +180,8 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     if most < current.max_num_seqs:  # closed forms leave out that requests are preempted when blocks run out
         served, said = Trial(draft, problem.profile).saturated(), draft.estimate
         tokens = said.output_tokens_per_s * served / said.throughput_rps
-        draft = draft.with_estimate(throughput_rps=served, output_tokens_per_s=tokens)
+        cost = said.cost_per_million_tokens and said.cost_per_million_tokens * said.output_tokens_per_s / tokens
+        draft = draft.with_estimate(throughput_rps=served, output_tokens_per_s=tokens, cost_per_million_tokens=cost)
     return rated(draft, problem.profile).proven(plan.ceiling)
 
 

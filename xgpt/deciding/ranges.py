@@ -21,7 +21,7 @@ INSIDE = 0.9
 """Probability that a measured value lies within its range."""
 LEAST_ERROR = 0.03
 """Error of a prediction that was fitted to its load: loads of the same kind differ by more than a fit's rest."""
-HALVINGS = 6
+HALVINGS = 8
 """Number of paces that are simulated to find the one at which a plan just sustains a load."""
 
 

@@ -69,6 +69,7 @@ def recommend(
     kept: Given | None = None,
     path: str = "plan.json",
     now_path: str | None = None,
+    now_port: int | None = None,
     wanted: float = 0.9,
     least_gain: float = LEAST_GAIN,
 ) -> Recommendation:
@@ -86,6 +87,7 @@ def recommend(
         steady: the plan of the highest rate, if another one keeps more of a log that none holds.
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
+        now_port: where the present deployment answers, if not where its command says.
         wanted: probability with which devices must hold the load.
         least_gain: factor by which another plan must be better than the present deployment to replace it.
     """
@@ -112,7 +114,8 @@ def recommend(
     if action == "run" and is_lost and best.constraint.maximises_arrivals and load and load.kept(best, profile):
         why = "of the plans found, it keeps the bounds for most of your requests"
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
-    more = next((plan for plan in ranked if not by_itself(plan) and is_better(plan, best, profile, load)), None)
+    clear = [plan for plan in ranked if is_lost or rate_of(plan) >= LEAST_GAIN * rate_of(best)]
+    more = next((plan for plan in clear if not by_itself(plan) and is_better(plan, best, profile, load)), None)
     next_best = beside or next((plan for plan in ranked if plan is not more), None)
     if is_best and next_best is not None and is_better(next_best, best, profile, load):
         why = "it is the best plan that measurements verify" if unverified(next_best) else why
@@ -164,7 +167,7 @@ def recommend(
         would_change=tuple(_would_change(shown[0], chosen, gain if chosen is first else None)),
         measurement=_measurement(best, first, path)
         if now is None or present is None
-        else _measurement(now, present, now_path, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
+        else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
         warnings=best.estimate.warnings,
     )
 
@@ -341,10 +344,12 @@ def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
     return found
 
 
-def _measurement(plan: Plan, offer: Offer, path: str | None, key: str = "") -> Measurement | None:
+def _measurement(
+    plan: Plan, offer: Offer, path: str | None, port: int | None = None, key: str = ""
+) -> Measurement | None:
     if plan.profile.source == "measured" or offer.needs_xgpt or engine_command(plan) is None:
         return None
-    port = offer.processes[0].port if offer.processes else PORT
+    port = port or (offer.processes[0].port if offer.processes else PORT)
     return Measurement(
         narrows=f"step times, on which all figures rest{'' if path else ' (-o current.json writes the file)'}",
         command=f"{key}xgpt check http://127.0.0.1:{port} --plan {path or 'current.json'}",

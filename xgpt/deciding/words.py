@@ -75,7 +75,8 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         known = load.but(confidence=None) if found.sizes and not keeps else load
         if found.now is not None:  # the first line has the number of requests
             known = known.but(num_requests=None)
-        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps)}."
+        is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
+        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost)}."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
         finds = f"turn {len(now.reused_by_turn)} finds {100 * now.reused_by_turn[-1]:.0f}%"
@@ -166,6 +167,8 @@ def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
     return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
 
 
+CLEAR_GAIN = 0.05
+"""Gains in rates up to this share decide nothing."""
 WORTH_IT = 0.02
 """Gains in rates up to this share may be due to the precision of the simulated rates."""
 
@@ -201,14 +204,15 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
         yield f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
-def load_in_words(load: AtLoad, *, is_kept_said: bool = False) -> str:
+def load_in_words(load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False) -> str:
     """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
     Args:
         is_kept_said: whether the shares of the log have been stated.
+        is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
     """
     text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
-    if not load.holds and load.minute_per_s is not None:
+    if (is_lost or not load.holds) and load.minute_per_s is not None:
         text += f", {load.minute_per_s:.3g}/s for a minute"
     if load.confidence is not None and load.holds:
         text += f", held in {tenths(load.confidence)}"
@@ -328,7 +332,8 @@ def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
-    name = offer.name.removeprefix(f"{beside.policy}, ") + (" with other settings" if offer.name == beside.name else "")
+    name = offer.name.removeprefix(f"{beside.policy}, ")
+    name += f" with {offer.settings.partition(', [')[0]}" if offer.name == beside.name else ""
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
     devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices else ""
     rate = f"{offer.rate_per_s.value:.3g}" if offer.sessions is None else f"{offer.sessions.rate_per_s:.3g} sessions"
@@ -348,9 +353,10 @@ def gain_in_words(found: Recommendation) -> str:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
+    is_lost = found.best.at_load is not None and not found.best.at_load.holds
+    if gain.factor.value < 1 + CLEAR_GAIN and other is None and is_lost:  # then what it keeps of the log decides
+        return f"Rates at which {percent(found.bounds[0].quantile)} keep the bounds: {rates}"
     if gain.factor.value < 1 and other is None:
-        if found.best.at_load is not None and not found.best.at_load.holds:
-            return f"Rates at which {percent(found.bounds[0].quantile)} keep the bounds: {rates}"
         start = start.replace("Gain", "Rate", 1)
     if gain.per_device is None:
         return f"{start}: {gain.factor.value:.2f} times{_likely(gain.factor)}: {rates}"
@@ -402,7 +408,8 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     shown = [("requests/s" + (" within the bounds, at most" if found.bounds else ", saturated"), f"{rate.value:.3g}")]
     if rate.low is not None and rate.high is not None:
         shown.append(("likely range of this rate", f"{rate.low:.3g} to {rate.high:.3g}"))
-    at = "at that rate" if load is None or load.rate_per_s > rate.value else "at your load"
+    is_over = load is None or load.rate_per_s > rate.value
+    at = "at that rate" if load is None or is_over else f"at {load.rate_per_s:.3g}/s (Poisson)"
     for bound in found.bounds:
         if bound.predicted_s is not None:
             margin = f"margin {100 * (1 - bound.predicted_s / bound.bound_s):.0f}%"
