@@ -179,7 +179,7 @@ def sum_up(lines: TextIO) -> None:
         "Of {count} random problems, {over} serve more than their ceiling: the highest rate found is at most {most} "
         "of it, and {middle} in the median. In {better}, settings drawn at random serve over 2% more than the "
         "plan, and at most {gain} more. In runs four times as long, {kept} of {counted} plans keep 99% of their rate, "
-        "{near} keep 97%, and all keep {least}. The table has the problems in which the plan loses most."
+        "{near} keep 97%, and the last {least}. The table has the problems in which the plan loses most."
     )
     figures = {
         "count": f"{len(found)}",
