@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, inf
+from math import ceil, inf, isclose
 from typing import Any
 
 from xgpt.checkpoints import hub
@@ -189,7 +189,7 @@ def _with_current(
     planned = solve(request, progress)
     profiles = problem.profile, as_run.profile
     compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
-    is_best = as_run is problem and _of(scored) == _of(planned.best)
+    is_best = as_run is problem and _is_same(scored, planned.best)
     if is_best:  # one deployment has one figure
         scored = planned.best.model_copy(update={"recommendation": None})
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 and not is_best else {}
@@ -211,9 +211,13 @@ def _published(command: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _of(plan: Plan) -> tuple[object, ...]:
-    """Return what makes two plans one deployment."""
-    return settings_text(plan), plan.cluster, plan.engine, plan.precision, plan.speculation
+def _is_same(scored: Plan, plan: Plan) -> bool:
+    """Return whether a command starts the same deployment as a plan. Their K/V blocks may differ by rounding."""
+    one, other = (
+        (settings_text(each), each.cluster, each.engine, each.precision, each.speculation) for each in (scored, plan)
+    )
+    blocks = zip(scored.stages, plan.stages, strict=False)
+    return one == other and all(isclose(a.kv_blocks, b.kv_blocks, rel_tol=1e-3) for a, b in blocks)
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:

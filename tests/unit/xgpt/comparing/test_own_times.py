@@ -51,7 +51,7 @@ def test_settings_that_keep_the_bound_for_all_are_not_to_blame(tmp_path: Path) -
     assert said[-2:] == ["  xgpt check http://127.0.0.1:9000 --plan current.json", "More: --explain."]
     text = " ".join(" ".join(said).split())
     assert "-o current.json writes the file" in text
-    assert "The best plan, chunked with other settings: " in text and text.count("of 300 requests") == 1
+    assert "The best other plan, chunked with token_budget " in text and text.count("of 300 requests") == 1
 
 
 def test_the_printed_command_keeps_the_users_own_options(tmp_path: Path) -> None:
