@@ -74,6 +74,12 @@ def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy
         _assert_they_agree(_plan(profile, kv, policy, blocks), profile, trace)
 
 
+def test_micro_batches_give_back_the_blocks_they_grew_into(profile: Profile) -> None:
+    """Each of several micro-batches counted the blocks of all, so that memory filled with blocks of nobody."""
+    trace, plan = _sent(60, 4.0), _plan(profile, "reserve", "chunked", 1200)
+    _assert_they_agree(plan.but(policy=plan.policy.but(microbatches=3)), profile, trace)
+
+
 def _assert_they_agree(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> None:
     counted = counted_turns(plan, lanes_of(plan, profile), trace)
     engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))

@@ -75,7 +75,7 @@ CHAIN = np.dtype(_fields("prompt said is_own place named"))
 """
 
 BATCH = np.dtype(
-    _fields("decoding held ending context inputs iteration granted steps phase since_encode")
+    _fields("number decoding held ending context inputs iteration granted steps phase since_encode")
     + _fields("waited num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
     + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
 )
@@ -228,7 +228,8 @@ class RunState(NamedTuple):
     Attributes:
         batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
         ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
-        grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
+        grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it.
+            # [batches, tokens]
         goals: the fields of each `GoalNs`. # [goals, 4]
         keyed: whether a named block of a request is the one with the key. # [blocks of all chains]
     """
@@ -288,6 +289,7 @@ class Run(ABC):
             for name, values in columns.items():
                 requests[name][part] = values[part]
         batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
+        batches["number"] = np.arange(num_batches)
         for name in ("first", "last", "unissued"):
             batches[name] = NONE
         lane["blocks"], lane["block_size"], lane["by_use"] = kv
@@ -299,7 +301,7 @@ class Run(ABC):
             requests,
             batches,
             np.full((num_batches, longest + 2), NONE),
-            np.zeros(kv.block_size, np.int64),
+            np.zeros((num_batches, kv.block_size), np.int64),
             np.zeros(most_steps, STEP),
             np.zeros(2 * count + 2, PIECE),
             np.zeros(count, np.int64),

@@ -105,7 +105,7 @@ def grows_in(s, batch, context):
     """Return the iteration, modulo a block's tokens, in which a request with `context` tokens takes its next block. If
     the block is reserved, it takes it an iteration earlier.
     """
-    return (batch.iteration - context + s.lane[0].by_use) % len(s.grows)
+    return (batch.iteration - context + s.lane[0].by_use) % s.grows.shape[1]
 
 
 @helper
@@ -141,7 +141,7 @@ def preempt(s, lane, number):
         batch.decoding -= 1
         batch.context -= context
         batch.inputs -= request.input
-        s.grows[grows_in(s, batch, context)] -= 1
+        s.grows[batch.number, grows_in(s, batch, context)] -= 1
         give_back(s, lane, id_, context - 1, context)
     s.requests[id_].after, lane.preempted = lane.preempted, id_
 
@@ -166,9 +166,11 @@ def make_room(s, lane, number):
     last.
     """
     batch = s.batches[number]
-    while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
+    while (
+        lane.reserved + s.grows[batch.number, batch.iteration % s.grows.shape[1]] > lane.blocks and lane.num_inside > 1
+    ):
         preempt(s, lane, number)
-    lane.reserved += s.grows[batch.iteration % len(s.grows)]
+    lane.reserved += s.grows[batch.number, batch.iteration % s.grows.shape[1]]
     if lane.has_turns or lane.has_chains:
         grow(s, lane, batch, 1)
 
@@ -209,7 +211,7 @@ def join(s, number, id_, generated):
     batch.decoding += 1
     batch.context += request.input + generated
     batch.inputs += request.input
-    s.grows[grows_in(s, batch, request.input + generated)] += 1
+    s.grows[batch.number, grows_in(s, batch, request.input + generated)] += 1
     request.ends_at = batch.iteration + request.output - generated
     iteration = request.ends_at % s.ends.shape[1]
     request.ends_with = s.ends[number, iteration]
@@ -241,8 +243,8 @@ def drop(s, batch, id_):
     batch.context -= request.input + request.output
     batch.inputs -= request.input
     due = grows_in(s, batch, request.input + request.output)
-    s.grows[due] -= 1
-    if batch.granted and due == batch.iteration % len(s.grows):
+    s.grows[batch.number, due] -= 1
+    if batch.granted and due == batch.iteration % s.grows.shape[1]:
         batch.granted -= 1
 
 
@@ -358,7 +360,7 @@ def decode_on(s, lane, tables, free_ns):
             at += 1
             at_longer = tables.seconds[at] + u * (tables.seconds[at + width_of_row] - tables.seconds[at])
         if lane.by_use:
-            blocks = s.grows[(iteration + is_ahead) % len(s.grows)]
+            blocks = s.grows[batch.number, (iteration + is_ahead) % s.grows.shape[1]]
             if reserved + blocks > lane.blocks:
                 break
             reserved += blocks

@@ -476,10 +476,10 @@ def assume(s, lane, step):
 @helper
 def has_room(s, lane, batch):
     """Return whether all decoding requests could get their next blocks, even those that end in the running step."""
-    missing, id_ = s.grows[batch.iteration % len(s.grows)], lane.assumed_ends
+    missing, id_ = s.grows[batch.number, batch.iteration % s.grows.shape[1]], lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]
-        if request.output == request.most and (request.input + request.output - 1) % len(s.grows) == 0:
+        if request.output == request.most and (request.input + request.output - 1) % s.grows.shape[1] == 0:
             missing += 1
         id_ = request.ends_with
     return lane.reserved + missing <= lane.blocks

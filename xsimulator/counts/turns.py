@@ -127,12 +127,12 @@ def find(s, lane, id_, context):
 @helper
 def grow(s, lane, batch, steps):
     """Give the decoding requests the blocks that they take within this number of steps."""
-    size = len(s.grows)
+    size = s.grows.shape[1]
     lane.num_used -= batch.granted
     if steps >= size:
         for i in range(size):
-            lane.num_used += steps // size * s.grows[i]
+            lane.num_used += steps // size * s.grows[batch.number, i]
     for i in range(batch.iteration, batch.iteration + steps % size):
-        lane.num_used += s.grows[i % size]
-    batch.granted = s.grows[batch.iteration % size]
+        lane.num_used += s.grows[batch.number, i % size]
+    batch.granted = s.grows[batch.number, batch.iteration % size]
     evict(s, lane)
