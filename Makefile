@@ -14,9 +14,9 @@ NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 demo: $(VENV)/.installed
 	$(BIN)/python -m tools.demo
 
-# A file of tests stays in one process: its fixtures are made once. Three processes keep two cores busy, since many tests
+# A file of tests stays in one process: its fixtures are made once. Four processes keep two cores busy, since many tests
 # wait.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long"
