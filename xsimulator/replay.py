@@ -46,6 +46,8 @@ def replay(plan: PlanDraft, profile: Profile, load: LogLoad) -> RequestTimes | N
     try:
         _check_fits(plan, load)
         for own in routed(requests, plan):
+            if not len(own):
+                continue
             part = requests.take(own)
             longest = int(max(part.output.max(), plan.workload.output.lengths[-1]))
             if (run := _counted(plan, profile, part, longest, len(own))) is not None:

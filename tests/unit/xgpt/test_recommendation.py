@@ -165,3 +165,20 @@ def test_a_range_is_said_in_one_way() -> None:
     none = Ranged(value=4.0, low=0.0, high=10.5)
     assert words.in_words(none, "requests/s") == "4 requests/s (likely at most 10.5; in the worst case none)"
     assert words.range_in_words(0.0, 10.5, "requests/s") == "at most 10.5 requests/s; in the worst case none"
+
+
+def test_replicas_that_get_no_request_of_a_log_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "few.csv"
+    path.write_text("timestamp_s,input,output\n" + "".join(f"{i},800,100\n" for i in range(4)))
+    asked = plan_request(
+        model="Qwen/Qwen3-14B",
+        cluster="h100x8",
+        workload=str(path),
+        ttft_s=1,
+        tpot_s=0.1,
+        engine="vllm",
+        policy="chunked",
+    )
+    command = "vllm serve Qwen/Qwen3-14B --data-parallel-size 8"
+    found = compare(asked, command).recommendation
+    assert found.now is not None and found.now.at_load is not None and found.now.at_load.share_kept == 1
