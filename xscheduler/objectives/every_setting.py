@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import pairwise
-from math import hypot, sqrt
+from math import hypot, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -134,17 +134,22 @@ class EverySetting:
         """How many times the rate that all settings break with the runs' requests may be kept with any requests."""
         profile = self._scheduler.problem.profile
 
-        def rate(plan: PlanDraft, seed: int) -> float:
-            search = CapacitySearch(plan, profile, self._rate, seed=seed, least_requests=MANY_REQUESTS)
-            search.precision = PRECISION / 4
-            return search.rate
+        def rates_of(plan: PlanDraft) -> Array:
+            found = []
+            for seed in range(SEED, SEED + DRAWS):
+                search = CapacitySearch(plan, profile, self._rate, seed=seed, least_requests=MANY_REQUESTS)
+                search.precision = PRECISION / 4
+                found.append(search.rate)
+            return np.array(found)
 
-        draws = range(SEED, SEED + DRAWS)
-        rates = np.array([rate(self._best, seed) for seed in draws])
+        rates = rates_of(self._best)
+        others = rates if self._last is None else rates_of(self._last)
+        if not (rates.all() and others.all()):
+            return inf
         error, sure = float(np.std(rates, ddof=1) / np.mean(rates)), float(student.ppf(SURE, DRAWS - 1))
         if self._last is None:
             return 1 + sure * error
-        differs = float(np.std(np.log([rate(self._last, seed) for seed in draws] / rates), ddof=1))
+        differs = float(np.std(np.log(others / rates), ddof=1))
         return float(np.mean(rates) / rates[0]) * (1 + sure * hypot(error / sqrt(DRAWS), differs))
 
     def tighten(self, branches: Sequence[Branch]) -> bool:
