@@ -48,7 +48,7 @@ FEW = 12.0
 """Settings are simulated if at most this mean number of requests is in a replica."""
 WIDE = 1.08
 """They are simulated if a bound exceeds the best rate by this factor."""
-MOST_RUNS = 3000
+MOST_RUNS = 9000
 AT_ONCE = 4096
 """Number of settings that are predicted together."""
 ALL_SETTINGS = "; where few requests run, simulations of every setting"
