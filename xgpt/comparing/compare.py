@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,19 +195,10 @@ def _with_current(
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))
     judged = planned.recommend(
-        now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path, now_port=_published(current)
+        now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path, now_port=running.published
     )
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
-
-
-PUBLISHED = re.compile(r"(?:^|\s)(?:-p|--publish)[ =](?:[\d.]+:)?(\d+):\d+")
-
-
-def _published(command: str) -> int | None:
-    """Return the host's port under which a container's command publishes the engine's."""
-    found = PUBLISHED.search(command) if re.search(r"\b(docker|podman)\b", command) else None
-    return None if found is None else int(found[1])
 
 
 def _is_same(scored: Plan, plan: Plan) -> bool:

@@ -40,6 +40,7 @@ class CurrentEngine:
             default.
         mixes: whether a step may both encode and decode. None means the engine's default.
         command: what starts the engine, with its variables, whatever launches it (a container, a pod).
+        published: the host's port under which a container publishes the engine's, or None.
     """
 
     tp_degree: int
@@ -68,6 +69,7 @@ class CurrentEngine:
     drafts: Drafts | None = None
     kept: Given = field(default_factory=dict, compare=False)
     command: str = field(default="", compare=False)
+    published: int | None = field(default=None, compare=False)
 
     @property
     def num_devices(self) -> int:

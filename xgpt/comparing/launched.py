@@ -43,6 +43,7 @@ QUOTES = {"": re.compile(r"\\.|['\"]"), "'": re.compile("'"), '"': re.compile(r'
 """For each open quote ("" for none), what may open or close one."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|export) (?:-\w+ )*)?(\w+)(\+?)=\((.*)")
+PUBLISHED = re.compile(r"(?:[\d.]+:)?(\d+):\d+")
 QUOTED = "\ue000"
 """Stands for a "$" between quotes: a shell does not split the value of such a variable into words."""
 REFERENCE = re.compile(rf"[${QUOTED}](?:\((\w+)\)|\{{(\w+)(?:\[[@*]\])?(?::?[-=]([^}}]*))?\}}|(\w+))")
@@ -58,6 +59,7 @@ class Launched:
         words: the arguments after the program's name.
         image: the container's image, or "".
         devices: number of devices that the manifest requests, or None if the manifest does not state it.
+        published: the host's port under which `docker run` publishes the engine's, or None.
     """
 
     engine: Engine
@@ -65,6 +67,7 @@ class Launched:
     image: str = ""
     devices: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    published: int | None = None
 
     @property
     def command(self) -> str:
@@ -265,7 +268,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    entrypoint, variables = "", list[str]()
+    entrypoint, variables, ports = "", list[str](), list[int]()
     at = 0
     while at < len(words) and words[at].startswith("-"):
         name, equals, value = words[at].partition("=")
@@ -278,9 +281,11 @@ def _in_docker(words: list[str]) -> Iterator[Launched]:
             entrypoint = value
         elif name in ("-e", "--env"):
             variables.append(value)
+        elif name in ("-p", "--publish") and (port := PUBLISHED.match(value)):
+            ports.append(int(port[1]))
     if at < len(words):
         for launched in _in_container(words[at], [entrypoint] if entrypoint else [], words[at + 1 :]):
-            yield replace(launched, environment=_assigned(variables))
+            yield replace(launched, environment=_assigned(variables), published=ports[0] if ports else None)
 
 
 def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> Iterator[Launched]:
@@ -447,7 +452,9 @@ def read_current(text: str, cluster: ClusterSpec, variables: Mapping[str, str] =
     launched = find_engine(text, variables)
     current = READERS[launched.engine](launched.words, cluster)
     notes = (*current.notes, *_device_note(current, launched), *_environment_note(launched))
-    return replace(current, version=launched.version, notes=notes, command=launched.command)
+    return replace(
+        current, version=launched.version, notes=notes, command=launched.command, published=launched.published
+    )
 
 
 def _environment_note(launched: Launched) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.rings import few
-from xgpt.comparing.compare import Compared, _published, compare
+from xgpt.comparing.compare import Compared, compare
 from xgpt.comparing.current import CurrentEngine, is_model
-from xgpt.comparing.launched import read_current
+from xgpt.comparing.launched import find_engine, read_current
 from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.scoring import engine_name
 from xgpt.comparing.vllm_command import TABLE
@@ -260,9 +260,10 @@ def test_a_deployment_with_too_few_api_servers_is_told_how_many_it_needs(flags: 
 
 def test_the_port_of_the_host_and_the_cost_are_those_of_what_runs() -> None:
     """A container published port 8010, and was to be checked at 8000; its tokens cost 1% more than their price."""
-    assert _published("docker run --gpus all -p 8010:8000 -v /m:/m vllm/vllm-openai:v0.15.0 --model m") == 8010
-    assert _published("podman run --publish=127.0.0.1:9:8000 image vllm serve m") == 9
-    assert _published("vllm serve m -tp 8") is None
+    docker = "docker run --gpus all -p 8010:8000 -v /m:/m vllm/vllm-openai:v0.15.0 --model m"
+    assert find_engine(docker).published == 8010
+    assert find_engine("podman run --publish=127.0.0.1:9:8000 image vllm serve m").published == 9
+    assert find_engine("vllm serve m -tp 8").published is None
     now = compared("vllm serve m --max-model-len 24000", price=3.0).current
     assert now is not None and now.estimate.cost_per_million_tokens == pytest.approx(
         3e6 / 3600 / now.estimate.output_tokens_per_s * now.num_devices
