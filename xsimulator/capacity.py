@@ -6,11 +6,11 @@ replica is simulated with its share of the arrivals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cached_property, lru_cache
 from math import ceil, floor, inf, log, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -310,6 +310,18 @@ class CapacitySearch:
         if rate - low < margin:
             return low + min(margin, (high - low) / 2)
         return high - min(margin, (high - low) / 2) if high - rate < margin else rate
+
+
+def rates_of_draws(
+    plan: PlanDraft, profile: Profile, predicted: float, seeds: Iterable[int], precision: float, **how: Any
+) -> Array:
+    """Return the highest arrival rate with the requests that each seed draws. # [seeds]"""
+    rates = []
+    for seed in seeds:
+        search = CapacitySearch(plan, profile, predicted, seed=seed, **how)
+        search.precision = precision
+        rates.append(search.rate)
+    return np.array(rates)
 
 
 def capacity(

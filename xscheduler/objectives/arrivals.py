@@ -31,7 +31,7 @@ from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space, columns_of
 from xscheduler.tolerances import TOLERANCES
-from xsimulator.capacity import PRECISION, CapacitySearch
+from xsimulator.capacity import PRECISION, CapacitySearch, rates_of_draws
 from xsimulator.forecast import choice_of
 
 MOST_TRIED = 3
@@ -354,11 +354,7 @@ class Arrivals(Objective[PlanDraft]):
 
 
 def _error_of(plan: PlanDraft, profile: Profile, rate: float) -> float:
-    rates = [rate]
-    for seed in DRAWS:
-        other = CapacitySearch(plan, profile, rate, seed=seed)
-        other.precision = PRECISION / 2
-        rates.append(other.rate)
+    rates = [rate, *rates_of_draws(plan, profile, rate, DRAWS, PRECISION / 2)]
     return round(float(np.std(rates, ddof=1) / rate), 4)
 
 

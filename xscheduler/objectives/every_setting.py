@@ -35,7 +35,7 @@ from xscheduler.box_bounds import SLACK
 from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Array, Evaluation, Space
-from xsimulator.capacity import LEAST_REQUESTS, PRECISION, SEED, CapacitySearch, Trial
+from xsimulator.capacity import LEAST_REQUESTS, PRECISION, SEED, Trial, rates_of_draws
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
 
@@ -135,12 +135,8 @@ class EverySetting:
         profile = self._scheduler.problem.profile
 
         def rates_of(plan: PlanDraft) -> Array:
-            found = []
-            for seed in range(SEED, SEED + DRAWS):
-                search = CapacitySearch(plan, profile, self._rate, seed=seed, least_requests=MANY_REQUESTS)
-                search.precision = PRECISION / 4
-                found.append(search.rate)
-            return np.array(found)
+            draws = range(SEED, SEED + DRAWS)
+            return rates_of_draws(plan, profile, self._rate, draws, PRECISION / 4, least_requests=MANY_REQUESTS)
 
         rates = rates_of(self._best)
         others = rates if self._last is None else rates_of(self._last)

@@ -26,7 +26,7 @@ from xscheduler.found import Found
 from xscheduler.objectives.arrivals import DRAWS, Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.schedule import Scheduler
-from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.capacity import CapacitySearch, Trial, rates_of_draws
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import TUNED
 
@@ -148,11 +148,7 @@ def _settled(plan: PlanDraft, profile: Profile, rate: float) -> PlanDraft:
     search = CapacitySearch(plan, profile, rate, most=max(saturated, 1.05 * rate))
     search.precision = PRECISION / 2
     capacity = search.found()
-    others = []
-    for seed in DRAWS:
-        other = CapacitySearch(plan, profile, rate, seed=seed, most=1.3 * saturated)
-        other.precision = PRECISION
-        others.append(other.rate)
+    others = rates_of_draws(plan, profile, rate, DRAWS, PRECISION, most=1.3 * saturated)
     error = float(np.std([capacity.rate_per_s, *others], ddof=1) / max(capacity.rate_per_s, 1e-9))
     return plan.but(
         estimate=estimate.but(
