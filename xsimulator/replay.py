@@ -130,6 +130,7 @@ def _by_counts(plan: PlanDraft, profile: Profile, workload: Workload, parts: Par
         preempted += int(np.count_nonzero(run.state.requests["made"][: len(own)]))
         begin_ns = min(begin_ns, float(run.state.requests["admitted_ns"][: len(own)].min()))
         end_ns = max(end_ns, float(np.max(run.end_ns[: len(own)])))
+    encode_steps, pieces, decode_steps, decoded = sums
     window_s, tokens = (end_ns - begin_ns) / 1e9, sum(int(part.output[: len(own)].sum()) for own, part in parts)
     measured = Measured(
         num_requests=count,
@@ -141,8 +142,8 @@ def _by_counts(plan: PlanDraft, profile: Profile, workload: Workload, parts: Par
         ttft_s=unknown,
         itl_p99_s=unknown,
         preemptions=preempted,
-        encode_batch=float(sums[1] / max(sums[0], 1)),
-        decode_batch=float(sums[3] / max(sums[2], 1)),
+        encode_batch=float(pieces / max(encode_steps, 1)),
+        decode_batch=float(decoded / max(decode_steps, 1)),
         latencies_s=np.zeros(0),
     )
     return Simulated(plan, measured, (), (), _together(count, found))

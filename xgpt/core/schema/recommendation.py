@@ -74,7 +74,8 @@ class AtLoad(Frozen):
     """The share of its requests that keep the bounds."""
     confidence: float | None = None
     """Probability that the candidate sustains the load, by the errors of earlier predictions. 0 means that not even the
-    prediction does, in a replay of the log. None means not known."""
+    prediction does, in a replay of the log. None means not known.
+    """
     holds: bool = True
     """Whether the wanted share keeps the bounds, of the whole log and in each window, or without a log at the rate."""
 
