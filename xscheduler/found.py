@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from xgpt.core.schema import Ceiling, Plan, PlanDraft
@@ -27,7 +28,7 @@ class Found:
     closed_rate: float | None = None
     beside: Callable[[PlanDraft], PlanDraft | None] | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def at_side(self) -> PlanDraft | None:
         return None if self.beside is None else self.beside(self.draft)
 

@@ -31,7 +31,7 @@ class Sizing:
     ) -> None:
         self.problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
         self._load, self._find, self._wanted, self._progress = load, find, wanted, progress
-        self._found: dict[int, tuple[dict[str, Found], PlanDraft | None]] = {}
+        self._found: dict[int, tuple[dict[str, Found], Found]] = {}
 
     def judge(self, number: int, wanted: float) -> Judged:
         """Judge the best plan on so many devices. Among plans that are sure enough, those that measurements verify come
@@ -41,17 +41,13 @@ class Sizing:
             self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         kind, first = next(iter(found.items()))
-        judged, other = self._judge(first, wanted), first.at_side
-        if other is not None and unverified_shape(first.draft) and not unverified_shape(other):
+        judged, other = self._judge(first, wanted), first.at_side if unverified_shape(first.draft) else None
+        if other is not None and not unverified_shape(other):
             beside = replace(first, draft=other)
             also = self._judge(beside, wanted)
             if also.confidence >= min(self._wanted, max(judged.confidence, 1e-9)):
-                found, judged, other = (
-                    {kind: beside, **{k: v for k, v in found.items() if k != kind}},
-                    also,
-                    first.draft,
-                )
-        self._found[number] = found, other
+                found, judged = {kind: beside, **{k: v for k, v in found.items() if k != kind}}, also
+        self._found[number] = found, first
         rate, chosen = rate_of(first.draft), next(iter(found.values())).draft
         needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
         return judged._replace(needed=needed, unverified=unverified(chosen))
@@ -67,9 +63,13 @@ class Sizing:
 
     def of(self, number: int) -> tuple[dict[str, Found], PlanDraft | None]:
         """Return the schedules on a number of devices that was judged, and the one that stands beside the first."""
-        found, beside = self._found[number]
-        if unverified_shape(next(iter(found.values())).draft):  # then all devices show what verified plans can do
-            most, other = self._found[max(self._found)]
-            drafts = (next(iter(most.values())).draft, other, beside)
+        chosen, beside = self._both(number)
+        if unverified_shape(chosen):  # then all devices show what verified plans can do
+            drafts = (*self._both(max(self._found)), beside)
             beside = next((draft for draft in drafts if draft is not None and not unverified_shape(draft)), beside)
-        return found, beside
+        return self._found[number][0], beside
+
+    def _both(self, number: int) -> tuple[PlanDraft, PlanDraft | None]:
+        found, first = self._found[number]
+        chosen = next(iter(found.values()))
+        return chosen.draft, first.at_side if chosen is first else first.draft

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron
+import scipy as sp  # scipy loads its parts at first use; optimize would slow the start of every command
 
 from xgpt.core.errors import InfeasibleError, XgptError
 
@@ -133,37 +132,50 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
 def _by_branching(problem: FleetProblem) -> FleetSolution:
     count, kinds = problem.rates.shape
     size = count * kinds
-    whole = eye_array(size)
-    earlier = eye_array(count, k=-1) + (_first(count) if problem.before is None else csr_array((count, count)))
+    whole = sp.sparse.eye_array(size)
+    earlier = sp.sparse.eye_array(count, k=-1) + (
+        _first(count) if problem.before is None else sp.sparse.csr_array((count, count))
+    )
     present = np.zeros(size)
     present[:kinds] = 0 if problem.before is None else problem.before
-    before = kron(earlier, eye_array(kinds))
+    before = sp.sparse.kron(earlier, sp.sparse.eye_array(kinds))
     window = sum(
-        (eye_array(count, k=-age) for age in range(min(problem.least_stay, count))), start=csr_array((count, count))
+        (sp.sparse.eye_array(count, k=-age) for age in range(min(problem.least_stay, count))),
+        start=sp.sparse.csr_array((count, count)),
     )
     shares, needed = _shares(problem)
     load = _by_interval(shares)
     constraints = [
-        LinearConstraint(hstack([load, csr_array((count, size))]), needed, np.inf),
-        LinearConstraint(hstack([whole - before, -whole]), -np.inf, present),
-        LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
-        LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
+        sp.optimize.LinearConstraint(sp.sparse.hstack([load, sp.sparse.csr_array((count, size))]), needed, np.inf),
+        sp.optimize.LinearConstraint(sp.sparse.hstack([whole - before, -whole]), -np.inf, present),
+        sp.optimize.LinearConstraint(
+            sp.sparse.hstack([whole, -sp.sparse.kron(window, sp.sparse.eye_array(kinds))]), 0, np.inf
+        ),
+        sp.optimize.LinearConstraint(
+            sp.sparse.hstack([_by_interval(np.ones((count, kinds))), sp.sparse.csr_array((count, size))]), problem.least
+        ),
     ]
     if size > FEW:  # each interval costs at least its lowest cost by itself; this closes most of the gap
         prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
-        constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
+        constraints.append(
+            sp.optimize.LinearConstraint(
+                sp.sparse.hstack([prices, sp.sparse.csr_array((count, size))]), (1 - SLACK) * least, np.inf
+            )
+        )
     for limit in problem.limits:
         devices = np.zeros((count, kinds))
         devices[:, limit.kinds] = limit.devices
         constraints.append(
-            LinearConstraint(hstack([_by_interval(devices), csr_array((count, size))]), -np.inf, limit.most)
+            sp.optimize.LinearConstraint(
+                sp.sparse.hstack([_by_interval(devices), sp.sparse.csr_array((count, size))]), -np.inf, limit.most
+            )
         )
     cost = np.concatenate([np.outer(problem.hours, problem.prices).ravel(), np.tile(problem.start_costs, count)])
-    found = milp(
+    found = sp.optimize.milp(
         cost,
         constraints=constraints,
         integrality=np.concatenate([np.ones(size), np.zeros(size)]),
-        bounds=Bounds(0, np.tile(_most(problem), 2 * count)),
+        bounds=sp.optimize.Bounds(0, np.tile(_most(problem), 2 * count)),
         options={"mip_rel_gap": EXACT if size <= FEW else NEAR, "time_limit": TIME_S},
     )
     if found.status == INFEASIBLE:
@@ -187,12 +199,20 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
             raise _not_held(problem)
         replicas = np.tile(states[(states @ problem.prices).argmin()], (count, 1))
         return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
-    constraints = [LinearConstraint(*_shares(problem), np.inf), LinearConstraint(np.ones((1, kinds)), problem.least)]
+    constraints = [
+        sp.optimize.LinearConstraint(*_shares(problem), np.inf),
+        sp.optimize.LinearConstraint(np.ones((1, kinds)), problem.least),
+    ]
     for limit in problem.limits:
         devices = np.zeros((1, kinds))
         devices[0, limit.kinds] = limit.devices
-        constraints.append(LinearConstraint(devices, -np.inf, limit.most))
-    found = milp(problem.prices, constraints=constraints, integrality=np.ones(kinds), bounds=Bounds(0, _most(problem)))
+        constraints.append(sp.optimize.LinearConstraint(devices, -np.inf, limit.most))
+    found = sp.optimize.milp(
+        problem.prices,
+        constraints=constraints,
+        integrality=np.ones(kinds),
+        bounds=sp.optimize.Bounds(0, _most(problem)),
+    )
     if found.x is None:
         raise _not_held(problem)
     replicas = np.tile(np.round(found.x).astype(int), (count, 1))
@@ -263,12 +283,12 @@ def _shares(problem: FleetProblem) -> tuple[Array, Array]:
     return shares, np.where(problem.needs > 0, 1 - SLACK, 0.0)
 
 
-def _by_interval(values: Array) -> csr_array:
+def _by_interval(values: Array) -> sp.sparse.csr_array:
     count, kinds = values.shape
     rows = np.repeat(np.arange(count), kinds)
-    return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
+    return sp.sparse.coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
 
 
-def _first(count: int) -> csr_array:
+def _first(count: int) -> sp.sparse.csr_array:
     """Return the matrix that makes the first interval its own predecessor. No replica then starts in this interval."""
-    return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()
+    return sp.sparse.coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

@@ -118,8 +118,12 @@ class Arrivals(Objective[PlanDraft]):
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
+        rate, asked = best.rate, self.scheduler.problem.constraint.arrival_rate_per_s
+        if asked is not None and rate < asked:
+            raise rate_not_kept(self.scheduler, tuple(ranked), rate)
+        if not self._sampled:
+            self._ended_early = not self._branches.tighten()
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        rate = capacities[kind].rate_per_s  # simulations under other bounds come later
         if not self._only_best:
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
             capacities[kind] = capacities[kind].but(error=error)
@@ -127,9 +131,6 @@ class Arrivals(Objective[PlanDraft]):
                 every = EverySetting(self.scheduler, self._finish, best.plan, rate)
                 self._has_tried_all = every.tighten(self._branches.all)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
-        asked = self.scheduler.problem.constraint.arrival_rate_per_s
-        if asked is not None and rate < asked:
-            raise rate_not_kept(self.scheduler, tuple(ranked), rate)
         kept = {name: found[name].plan.with_estimate(capacity=capacity) for name, capacity in capacities.items()}
         return {kind: kept[kind]} if self._only_best else kept
 
@@ -289,7 +290,6 @@ class Arrivals(Objective[PlanDraft]):
                 best = self._best_nearby(better)
                 best.precision = TOLERANCES.rate
                 self._branches.best_rate = best.rate
-        self._ended_early = not self._branches.tighten()
         return best
 
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:

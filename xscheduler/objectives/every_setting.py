@@ -28,7 +28,7 @@ from math import hypot, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from xgpt.core.schema import PlanDraft, PolicySettings
 from xscheduler.box_bounds import SLACK
@@ -142,7 +142,7 @@ class EverySetting:
         others = rates if self._last is None else rates_of(self._last)
         if not (rates.all() and others.all()):
             return inf
-        error, sure = float(np.std(rates, ddof=1) / np.mean(rates)), float(student.ppf(SURE, DRAWS - 1))
+        error, sure = float(np.std(rates, ddof=1) / np.mean(rates)), float(stdtrit(DRAWS - 1, SURE))
         if self._last is None:
             return 1 + sure * error
         differs = float(np.std(np.log(others / rates), ddof=1))
