@@ -168,6 +168,8 @@ class _HashIds:
         self._num_ids = 0
 
     def add(self, row: Row, input_: int, output: int, number: int) -> None:
+        if "hash_ids" not in row.fields and not self._prompts:
+            return
         if "hash_ids" in row.fields:
             size = block_size_of(row.where, row.fields, _format_of(row))
             self._prompts.append(read_ids(row.where, row.fields, input_, size))
@@ -251,6 +253,8 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
+    if type(value) is str and len(value) < 19 and value.isascii() and value.replace(".", "", 1).isdecimal():
+        return float(value), False
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -34,6 +34,15 @@ class CarriedLoad:
     window: str = ""
     log: LogLoad | None = None
     _late: dict[str, NDArray[np.bool_] | None] = field(default_factory=dict, compare=False)
+    _sure: dict[str, float | None] = field(default_factory=dict, compare=False)
+
+    def confidence(self, plan: PlanDraft, profile: Profile) -> float | None:
+        """Return the probability that a plan keeps its bounds at the load's rate, or None if it is not known."""
+        e, rate = plan.estimate, rate_of(plan)
+        figures = e.throughput_rps, e.latency_s, e.encode_batch, e.encode_tokens, e.decode_batch, e.step_times, e.reuse
+        if (name := repr((*_run(plan), plan.cluster, plan.workload, plan.constraint, figures, rate))) not in self._sure:
+            self._sure[name] = confidence(plan, profile, self.rate_per_s)
+        return self._sure[name]
 
     def kept(self, plan: PlanDraft, profile: Profile) -> KeptByWindow | None:
         """Return what a plan keeps of the log, or None without a log or a replay."""
@@ -44,11 +53,15 @@ class CarriedLoad:
         """Return which of the log's requests are late under a plan, or None without a log or a replay."""
         if self.log is None or not plan.constraint.bounds_latency:
             return None
-        key = plan.policy, plan.stages, plan.replicas, plan.admission, plan.speculation, plan.engine, plan.profile
-        if (name := repr(key)) not in self._late:
+        if (name := repr(_run(plan))) not in self._late:
             times = replay(plan, profile, self.log)
             self._late[name] = None if times is None else times.excess(plan.constraint.all_bounds) > 1
         return self._late[name]
+
+
+def _run(plan: PlanDraft) -> tuple[object, ...]:
+    """What decides how a plan runs given requests."""
+    return plan.policy, plan.stages, plan.replicas, plan.admission, plan.speculation, plan.engine, plan.profile
 
 
 def carried(log: LogLoad | None, stated_per_s: float | None) -> CarriedLoad | None:
@@ -68,7 +81,7 @@ def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
     found = AtLoad(
         rate_per_s=load.rate_per_s,
         window=load.window,
-        confidence=confidence(plan, profile, load.rate_per_s),
+        confidence=load.confidence(plan, profile),
         holds=rate_of(plan) >= load.rate_per_s,
     )
     kept = load.kept(plan, profile)

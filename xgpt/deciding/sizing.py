@@ -9,7 +9,6 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
-from xgpt.deciding.ranges import confidence
 from xgpt.deciding.recommend import own_first
 from xgpt.deciding.verified import unverified, unverified_shape
 from xgpt.deciding.words import tenths
@@ -53,8 +52,8 @@ class Sizing:
         return judged._replace(needed=needed, unverified=unverified(chosen))
 
     def _judge(self, found: Found, wanted: float) -> Judged:
-        draft, profile, rate = found.draft, self.problem.profile, self._load.rate_per_s
-        likely = confidence(draft, profile, rate)
+        draft, profile = found.draft, self.problem.profile
+        likely = self._load.confidence(draft, profile)
         likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
         if likely >= wanted and (kept := self._load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
             worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
