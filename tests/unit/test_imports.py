@@ -257,3 +257,8 @@ def test_what_is_imported_first_is_light(first: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+def test_commands_start_without_what_few_of_them_use() -> None:
+    code = "import sys, xgpt.cli.run; print(*{'scipy.optimize', 'scipy.sparse', 'scipy.stats'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"
