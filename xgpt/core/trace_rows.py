@@ -167,8 +167,10 @@ def _cells(path: str, reader: Any, columns: dict[Role, int], header: list[str], 
         lengths: list[object] = [cells[input_].strip(), cells[output].strip()]
         for i, parts in beside:
             lengths[i] = _with_parts(lengths[i], [cells[part].strip() for part in parts])
-        turn = of_turns and {role: text for role, at in of_turns.items() if (text := cells[at].strip())}
-        yield Row(f"{path}, line {reader.line_num}", *lengths, time, failed, fields, time_name, turn, delay_name)
+        turn = {role: text for role, at in of_turns.items() if (text := cells[at].strip())}
+        yield Row(
+            f"{path}, line {reader.line_num}", lengths[0], lengths[1], time, failed, fields, time_name, turn, delay_name
+        )
 
 
 def _read(path: str, reader: Any) -> Iterator[list[str]]:
