@@ -20,7 +20,7 @@ from tests.fakes import FakeExecutor, expected_tokens
 from xgpt.core import policies
 from xgpt.core.io import dump_json
 from xgpt.core.policies import LaneSettings, OneLane, Pool
-from xgpt.core.policies.lane_settings import RULES
+from xgpt.core.policies.lane_settings import LANE_SETTINGS
 from xgpt.core.policies.request import Chunk, MicroBatch
 from xgpt.core.policies.rule import RULE_TYPES, OneLaneRule, rest_of_prompt
 from xgpt.core.schema import Plan, PlanDraft, PolicySettings, Variable
@@ -129,7 +129,7 @@ class WatermarkPlan(Plan):
 @pytest.fixture(scope="module", autouse=True)
 def added() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RULES, "watermark", watermark)
+        patch.setitem(LANE_SETTINGS, "watermark", watermark)
         patch.setitem(RULE_TYPES, WatermarkLane, WatermarkRule)
         patch.setitem(FORECASTS, "watermark", Watermark())
         patch.setattr("xscheduler.plan_builder.PlanDraft", WatermarkDraft)  # stand for the line in the schema's union

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.test_imports import PACKAGES, ROOT
-from xgpt.core.policies.lane_settings import RULES
+from xgpt.core.policies.lane_settings import LANE_SETTINGS
 from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
@@ -79,4 +79,4 @@ def test_every_policy_has_all_its_parts() -> None:
         names = [variable.name for variable in forecast.settings.variables]
         assert forecast.settings.model_fields["kind"].default == kind
         assert {forecast.line, forecast.load, *forecast.follows} <= set(names)
-        assert len(forecast.settings.lanes) == 2 or kind in RULES
+        assert len(forecast.settings.lanes) == 2 or kind in LANE_SETTINGS

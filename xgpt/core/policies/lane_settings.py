@@ -16,6 +16,11 @@ class LaneSettings:
     """The settings that distinguish one single-lane policy from another.
 
     Attributes:
+        mix: whether every step may both encode and decode (orca, chunked). Otherwise it does one of them.
+        encode_every: number of decode steps in a phase (only without `mix`).
+        max_batch: largest number of running requests. None means no limit.
+        refill_when_empty: whether requests enter only when none runs, as a whole batch (static; only without `mix`).
+        microbatches: number of micro-batches, which have equal parts of the numbers here (`of_microbatch`).
         encode_tokens: target mean number of prompt tokens in a step that encodes. None means no target.
         carried_batch: planned mean number of decoding requests when a phase begins (only with `encode_tokens`).
         decode_batch: planned mean number of decoding requests after a phase's encode step (only with `encode_tokens`).
@@ -72,7 +77,7 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
+    return LANE_SETTINGS[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
@@ -129,7 +134,7 @@ def _static(settings: StaticSettings, *_: float) -> LaneSettings:
     )
 
 
-RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
+LANE_SETTINGS: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
     "rra": _rra,
     "orca": _orca,
     "chunked": _chunked,

@@ -1,8 +1,20 @@
-"""Implement the single-lane scheduling rule of rra, orca, chunked and static, which differ only in its settings.
+"""Implement the scheduling rule of the policies with one lane: what the next step of a micro-batch computes.
 
-From a micro-batch's running requests and the waiting requests, the rule decides what the next step encodes and decodes.
-A phase is a step that encodes, with the decode steps after it. The rule reads no clock and draws no random numbers. So
-the same submissions, steps and endings give the same schedule on a simulated and on a real clock.
+    policy    prompts in a step                                                decodes in a step
+    orca      the rest of begun prompts, then of all that get a slot and K/V   all
+    chunked   the same, until prompts and decodes are `token_budget` tokens    all
+    slack     the same, until a running request's next token would be late     all
+    rra       in the first step of a phase, prompts of `encode_tokens` tokens  all, except in that step
+    static    once nobody runs, those of a whole batch (`OneLane`)             all, after these steps
+
+Who enters next is the first in the plan's order (`Pool.waiting`). If its K/V does not fit, nobody enters
+(`Pool.can_admit`). If a decoding request needs a block and none is left, the request that entered last is preempted or,
+under `reserve`, the last one that has more than its promise (`Pool.make_room`). The policies' values are in
+`lane_settings`; policy waa has a rule of its own (`waa`).
+
+A phase is a step that encodes, with the decode steps after it. The rule draws no random numbers, and knows only the
+time that the engine has told its schedule (`Schedule.expire`). So the same submissions, steps, endings and times give
+the same schedule on a simulated and on a real clock.
 """
 
 from __future__ import annotations
@@ -146,9 +158,13 @@ class OneLaneRule:
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
+        return self._fill_room(self.room(pool, batch), pool, batch, giving_way)
+
+    def room(self, pool: Pool, batch: MicroBatch) -> PromptRoom:
+        """Return the room for prompt tokens in the next step (only with `mix`, without `slack`)."""
         budget = self.settings.token_budget
         decodes = 0 if self.settings.prompts_first else len(self._decodable(pool, batch))
-        return self._fill_room(TokenRoom(None if budget is None else budget - decodes), pool, batch, giving_way)
+        return TokenRoom(None if budget is None else budget - decodes)
 
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]

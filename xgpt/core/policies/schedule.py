@@ -64,8 +64,8 @@ class Schedule(ABC):
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove waiting requests that have never run and whose deadline has passed. Return their ids. Call this before
-        `next_step`.
+        """Set the clock (`Pool.now_ns`). Remove waiting requests that have never run and whose deadline has passed, and
+        return their ids. Call this before `next_step`.
         """
         return self.pool.expire(now_ns)
 

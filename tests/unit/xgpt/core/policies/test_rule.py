@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.core.policies import Chunk, LaneSettings, OneLane, OneLaneRule, Pool, Request, Step, lane_settings
+from xgpt.core.policies import Chunk, LaneSettings, OneLane, OneLaneRule, Pool, Request, Rule, Step, lane_settings
+from xgpt.core.policies.request import MicroBatch
+from xgpt.core.policies.slack import TokenRoom
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
@@ -119,6 +121,23 @@ def test_chunked_fills_its_budget_and_never_exceeds_it() -> None:
         ([(1, 17, 3), (2, 0, 3), (3, 0, 1)], [0]),
         ([], [0, 1, 2, 3]),
     ]
+
+
+def test_a_rule_may_have_its_own_room_for_prompts() -> None:
+    class FourTokens(Rule):
+        def room(self, pool: Pool, batch: MicroBatch) -> TokenRoom:
+            return TokenRoom(4)  # however many decode
+
+    schedule = OneLane(LaneSettings(mix=True, max_batch=10), Pool(10**6, 16), rule=FourTokens())
+    for id_, length in enumerate([3, 6, 2]):
+        schedule.submit(Request(id_, length, 100))
+    steps = []
+    for _ in range(4):
+        step = schedule.next_step()
+        assert step is not None
+        schedule.settle(step, [])
+        steps.append(([tuple(chunk) for chunk in step.encode], list(step.decode)))
+    assert steps == [([(0, 0, 3), (1, 0, 1)], []), ([(1, 1, 4)], [0]), ([(1, 5, 1), (2, 0, 2)], [0]), ([], [0, 1, 2])]
 
 
 def test_static_holds_the_finished_until_the_batch_ends() -> None:
