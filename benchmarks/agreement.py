@@ -188,7 +188,7 @@ def _one_lane(
         workload_profile,
         settings,
         predicted,
-        lambda: OneLane(rule, Pool(PLENTY, BLOCK_SIZE, hold_finished=kind == "static")),
+        lambda: OneLane(rule, Pool(PLENTY, BLOCK_SIZE, holds_finished=kind == "static")),
         lambda schedule: LaneClock(cost, schedule),
     )
 

@@ -81,7 +81,7 @@ def simulate(
     inputs, outputs = sample(workload, total, rng)
     lengths = model.lengths
     static = settings.kind == "static"
-    pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
+    pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, holds_finished=static)
     share = decoding_share(workload)
     rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"], share)
     schedule = OneLane(as_run_by(engine, rule, model.lane.num_stages), pool)

@@ -73,7 +73,7 @@ class World:
         self.size, count = rng.choice([1, 2, 4]), rng.choice([12, 20, 40])
         kv: Any = "reserve" if kind == "static" else rng.choice(["reserve", "quantile"])
         most = rng.choice([None, 3, 6])
-        pool = Pool(count, self.size, kv=kv, hold_finished=kind == "static", max_running=most)
+        pool = Pool(count, self.size, kv=kv, holds_finished=kind == "static", max_running=most)
         self.schedule = self._schedule(pool)
         self.memory = {"prompt": Memory(self.size), "decode": Memory(self.size)}
         self.clients: dict[int, Client] = {}

@@ -155,7 +155,7 @@ def schedule_for(
 ) -> Schedule:
     row_tokens = 3 * LONGEST_INPUT if "das" in order else None
     hold = isinstance(lane, LaneSettings) and lane.refill_when_empty
-    pool = Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, waiting=make_queue(order, row_tokens, patience_ns))
+    pool = Pool(blocks, BLOCK_SIZE, kv=kv, holds_finished=hold, waiting=make_queue(order, row_tokens, patience_ns))
     return TwoLane(lane, pool) if isinstance(lane, TwoLaneSettings) else OneLane(lane, pool)
 
 
@@ -199,7 +199,7 @@ def run_engine(
             if order != "fcfs" and rng.random() < 0.7:
                 generation = replace(generation, deadline_ns=next(clock) + int(rng.integers(20_000)))
             if has_accounts:
-                promised = None if pool.hold_finished or rng.random() < 0.3 else int(rng.integers(1, 6))
+                promised = None if pool.holds_finished or rng.random() < 0.3 else int(rng.integers(1, 6))
                 generation = replace(generation, promised_output=promised, account=ACCOUNTS[rng.integers(3)])
             engine.submit(generation)
             submitted += 1

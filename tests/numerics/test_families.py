@@ -414,7 +414,7 @@ def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, 
     expected = expected_tokens(name)
     num_blocks, block_size = 60, 8
     worker = make_worker(directory, backend, num_blocks, block_size)
-    pool = Pool(num_blocks, block_size, hold_finished=policy == "static")
+    pool = Pool(num_blocks, block_size, holds_finished=policy == "static")
     engine = Engine(OneLane(POLICIES[policy], pool), worker)
     rng = np.random.default_rng(5)
     waiting = [generation for generation, _ in expected]

@@ -96,7 +96,7 @@ def check_blocks(worker, pool):
 def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, reuse, data):
     prompts, alone = solitary
     worker = fresh(worker, kind)
-    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
+    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, holds_finished=policy == "static")
     log = []
     engine = Engine(OneLane(LANES[policy], pool), worker, on_step=log.append, reuse=reuse)
     waiting = data.draw(st.permutations(range(NUM_REQUESTS)))
@@ -122,7 +122,7 @@ def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitar
         assert tokens[id_] == solo[: len(tokens[id_])]
         assert id_ in leavers or (id_ in ended and tokens[id_] == solo)
 
-    again = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
+    again = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, holds_finished=policy == "static")
     replayed = replay(OneLane(LANES[policy], again), log)
     assert [(r.encode, r.decode, r.preempted) for r in replayed] == [(r.encode, r.decode, r.preempted) for r in log]
 

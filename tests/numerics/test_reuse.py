@@ -79,7 +79,7 @@ def run(
     cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     lost_at = set() if alone else set(rng.integers(3, 60, 3).tolist())
     executor = Fragile(worker, cache, lost_at)
-    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
+    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, holds_finished=policy == "static")
     log = []
     engine = Engine(OneLane(LANES[policy], pool), executor, on_step=log.append, reuse=reuse)
     tokens: list[list[int]] = [[] for _ in range(NUM_REQUESTS)]

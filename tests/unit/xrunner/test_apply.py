@@ -23,7 +23,7 @@ WAA = TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=20, max
 
 
 def schedule(settings: LaneSettings, blocks: int = 60) -> OneLane:
-    return OneLane(settings, Pool(blocks, 4, hold_finished=settings.refill_when_empty))
+    return OneLane(settings, Pool(blocks, 4, holds_finished=settings.refill_when_empty))
 
 
 def two_lanes(settings: TwoLaneSettings) -> TwoLane:
@@ -141,7 +141,7 @@ def test_the_same_settings_on_other_stages_are_another_placement() -> None:
 @settings(max_examples=examples(30, 10))
 @given(st.integers(0, 12), st.sampled_from([schedule(STATIC), schedule(RRA, blocks=40)]))
 def test_another_placement_waits_for_who_runs_and_keeps_who_waits(num_steps: int, then: OneLane) -> None:
-    then = OneLane(then.settings, Pool(then.pool.kv_blocks, 4, hold_finished=then.pool.hold_finished))
+    then = OneLane(then.settings, Pool(then.pool.kv_blocks, 4, holds_finished=then.pool.holds_finished))
     run = Run(schedule(ORCA))
     run.submit(*range(9))
     run.steps(num_steps)

@@ -20,7 +20,7 @@ BLOCKS, BLOCK_SIZE = 40, 4
 
 
 def one_lane(kv: str = "reserve", **settings: object) -> Schedule:
-    pool = Pool(BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=bool(settings.get("refill_when_empty")))  # type: ignore[arg-type]
+    pool = Pool(BLOCKS, BLOCK_SIZE, kv=kv, holds_finished=bool(settings.get("refill_when_empty")))  # type: ignore[arg-type]
     return OneLane(LaneSettings(**settings), pool)  # type: ignore[arg-type]
 
 

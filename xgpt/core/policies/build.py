@@ -50,7 +50,7 @@ def build(plan: PlanDraft, rule: Rule | None = None) -> Schedule:
         )
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
     lane = settings_of(plan, plan.policy)
-    pool = _pool(plan, plan.stages, hold_finished=lane.refill_when_empty, rule=rule)
+    pool = _pool(plan, plan.stages, holds_finished=lane.refill_when_empty, rule=rule)
     return OneLane(lane, pool, plan.stages, rule)
 
 
@@ -121,8 +121,8 @@ def first_tokens(plan: PlanDraft) -> FirstTokens | None:
     return FirstTokens(StepClock(times), ttft_ns, at_once)
 
 
-def _pool(plan: PlanDraft, stages: Iterable[Stage], *, hold_finished: bool = False, rule: Rule | None = None) -> Pool:
-    return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, hold_finished, rule)
+def _pool(plan: PlanDraft, stages: Iterable[Stage], *, holds_finished: bool = False, rule: Rule | None = None) -> Pool:
+    return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, holds_finished, rule)
 
 
 def pool_of(
@@ -130,7 +130,7 @@ def pool_of(
     num_blocks: int,
     block_size: int,
     max_running: int | None,
-    hold_finished: bool = False,
+    holds_finished: bool = False,
     rule: Rule | None = None,
 ) -> Pool:
     return Pool(
@@ -138,7 +138,7 @@ def pool_of(
         block_size,
         kv=plan.admission.kv,
         max_running=max_running,
-        hold_finished=hold_finished,
+        holds_finished=holds_finished,
         waiting=queue_of(plan, rule),
         encoder=plan.model.is_encoder_decoder,
     )

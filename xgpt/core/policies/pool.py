@@ -40,7 +40,7 @@ class Pool(Running):
     Args:
         max_running: largest number of running requests. Under "quantile", it is the number that fits in memory with the
             plan's probability.
-        hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
+        holds_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
             Only for "reserve".
         encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
             the encoder cannot read output tokens.
@@ -56,18 +56,18 @@ class Pool(Running):
         *,
         kv: KvPromise = "reserve",
         max_running: int | None = None,
-        hold_finished: bool = False,
+        holds_finished: bool = False,
         waiting: Queue | None = None,
         encoder: bool = False,
     ) -> None:
-        assert kv == "reserve" or not hold_finished
-        memory = KvMemory(kv_blocks, block_size, kv, encoder=encoder, is_whole=hold_finished)
+        assert kv == "reserve" or not holds_finished
+        memory = KvMemory(kv_blocks, block_size, kv, encoder=encoder, is_whole=holds_finished)
         super().__init__(memory, make_queue() if waiting is None else waiting)
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.kv = kv
         self.max_running = max_running
-        self.hold_finished = hold_finished
+        self.holds_finished = holds_finished
         self.encoder = encoder
         self.forecast = LaneForecast()
 
@@ -77,7 +77,7 @@ class Pool(Running):
             self.block_size,
             kv=self.kv,
             max_running=self.max_running,
-            hold_finished=self.hold_finished,
+            holds_finished=self.holds_finished,
             waiting=self.waiting.fresh(),
             encoder=self.encoder,
         )
@@ -87,7 +87,7 @@ class Pool(Running):
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
+        names = ("kv_blocks", "block_size", "kv", "holds_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
@@ -192,7 +192,7 @@ class Pool(Running):
                 self.memory.name_output(request, outputs[id_])
             if id_ in failed:
                 self.memory.forget_blocks(request)
-            if self.hold_finished:
+            if self.holds_finished:
                 batch.hold(request)
             else:
                 batch.leave(request)
@@ -200,7 +200,7 @@ class Pool(Running):
                 freed.append(id_)
         if self.under_way.leaving:
             freed += self._settle_leaving(step)
-        if self.hold_finished:
+        if self.holds_finished:
             freed += self._end_batch()
         return freed
 
@@ -212,7 +212,7 @@ class Pool(Running):
         return left
 
     def _end_batch(self) -> list[int]:
-        if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
+        if not self.holds_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         requests = [request for batch in self.batches for request in batch.held.values()]
         for request in requests:

@@ -43,7 +43,7 @@ class RowPool(Pool):
         max_running: int | None = None,
         waiting: Queue | None = None,
     ) -> None:
-        super().__init__(kv_blocks, block_size, max_running=max_running, hold_finished=True, waiting=waiting)
+        super().__init__(kv_blocks, block_size, max_running=max_running, holds_finished=True, waiting=waiting)
         self.batching = batching
         self.layout_tokens = row_tokens
         self._rows: dict[int, _RowBatch] = {}

@@ -28,7 +28,7 @@ def blocks_in_use(pool: Pool) -> int:
 def test_never_over_commits(kv: KvPromise, hold: bool, microbatches: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=15))
     longest = max(-(-(i + o) // BLOCK_SIZE) for i, o in lengths)
-    pool = Pool(longest + data.draw(st.integers(0, 10)), BLOCK_SIZE, kv=kv, hold_finished=hold)
+    pool = Pool(longest + data.draw(st.integers(0, 10)), BLOCK_SIZE, kv=kv, holds_finished=hold)
     lane = LaneSettings(mix=not hold, max_batch=6, refill_when_empty=hold, microbatches=microbatches)
     schedule = OneLane(lane, pool)
     for id_, (input_, output) in enumerate(lengths):
@@ -151,7 +151,7 @@ def test_a_request_within_its_promise_is_never_preempted() -> None:
 
 def test_a_batch_that_is_held_sets_all_of_its_memory_aside() -> None:
     """Requests may come from a plan under which they could outgrow a promise; none that has finished is preempted."""
-    schedule = OneLane(LaneSettings(mix=False, max_batch=2, refill_when_empty=True), Pool(6, 4, hold_finished=True))
+    schedule = OneLane(LaneSettings(mix=False, max_batch=2, refill_when_empty=True), Pool(6, 4, holds_finished=True))
     for id_ in range(2):
         schedule.submit(Request(id_, 4, 16, promised_output=1))
     steps = 0

@@ -16,7 +16,7 @@ def run(
     lane: LaneSettings, requests: list[tuple[int, int]], *, max_output: int = 100
 ) -> list[tuple[list[int], list[int]]]:
     """(requests encoded, requests decoded) of each step, for (input, output) lengths that all wait at the start."""
-    pool = Pool(10**6, 16, hold_finished=lane.refill_when_empty)
+    pool = Pool(10**6, 16, holds_finished=lane.refill_when_empty)
     simulated = [SimulatedRequest(i, input_, max_output, output) for i, (input_, output) in enumerate(requests)]
     log = SimulatedEngine(OneLane(lane, pool), lambda start, _step: start + 1, simulated).run()
     return [([id_ for id_, _, _ in record.encode], list(record.decode)) for record in log]

@@ -81,7 +81,7 @@ def test_rra_on_a_pipeline_divides_its_prompts() -> None:
 def test_static_batches_are_encoded_in_parts_and_end_together() -> None:
     """DeepSpeed Inference's hybrid: four encode micro-batches, two decode micro-batches."""
     lane = LaneSettings(mix=False, max_batch=8, refill_when_empty=True, microbatches=2, encode_parts=2)
-    schedule = OneLane(lane, Pool(1000, 16, hold_finished=True))
+    schedule = OneLane(lane, Pool(1000, 16, holds_finished=True))
     submit(schedule, *[10] * 9)
     parts = begin(schedule)
     assert [(p.microbatch, encoded(p)) for p in parts] == [(0, [0, 1]), (0, [2, 3]), (1, [4, 5]), (1, [6, 7])]
