@@ -209,7 +209,8 @@ class Kernels:
         device = cluster.device
         rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
         if rate is None or bandwidth is None:
-            says = f"it states no {dtype} rate or no memory bandwidth; add both to its YAML file"
+            lacking = f"flops_per_s.{dtype}" if rate is None else "memory_bandwidth_bytes_per_s"
+            says = f"it states no {lacking}; add it to its YAML file"
             raise InputError("cluster.device", device.name, says)
         efficiency = device.efficiency or A40_EFFICIENCY
         self.elementwise, self._bus, self._all_reduce_s = efficiency.kv, efficiency.bus, efficiency.all_reduce_s

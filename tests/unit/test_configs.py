@@ -113,6 +113,16 @@ def test_clusters_are_complete(name: str) -> None:
     assert (cluster.inter_node is not None) == (cluster.num_nodes > 1)
 
 
+def test_a_cluster_file_names_a_device_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    (tmp_path / "mine.yaml").write_text("{name: mine, type: gpu, memory_bytes: 80000000000}")
+    (tmp_path / "minex2.yaml").write_text("{name: minex2, device: mine.yaml, devices_per_node: 2}")
+    assert load_cluster(str(tmp_path / "minex2.yaml")).device.name == "mine"
+    (tmp_path / "mine.yaml").unlink()
+    with pytest.raises(InputError, match=r"device: 'mine\.yaml' is not accepted; there is no such file"):
+        load_cluster(str(tmp_path / "minex2.yaml"))
+
+
 # Mean and 99th percentile of outputs that ExeGPT Table 3 prints: the mean before the cut, the percentile after it.
 @pytest.mark.parametrize(
     ("name", "input_mean", "output_mean", "p99"),

@@ -101,14 +101,17 @@ def parse(data: Any, type_: type[T], field: str) -> T:
 
 
 def load_cluster_yaml(path: Path) -> Any:
-    """Return a cluster's document. If the document names a device, the name is replaced by the device's document.
+    """Return a cluster's document. If the document names a device, the name is replaced by the device's document. A
+    path to it counts from the cluster's file.
 
     Raises:
         InputError: a file is missing, unreadable or not YAML, or there is no such device.
     """
     data = load_yaml(path, "cluster")
     if isinstance(data, dict) and isinstance(data.get("device"), str):
-        data["device"] = load_yaml(find_config("devices", data["device"]), "device")
+        beside = path.parent / data["device"]
+        found = find_config("devices", str(beside) if beside.is_file() else data["device"])
+        data["device"] = load_yaml(found, "device")
     return data
 
 

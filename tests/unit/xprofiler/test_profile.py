@@ -179,7 +179,7 @@ def test_devices_exchange_float32_if_the_engine_computes_in_it() -> None:
 
 def test_a_device_without_a_rate_says_so() -> None:
     spec, _ = load_model("llama-3.1-8b")
-    with pytest.raises(InputError, match=r"v100-sxm2-16gb.*bfloat16 rate"):
+    with pytest.raises(InputError, match=r"v100-sxm2-16gb.*flops_per_s\.bfloat16"):
         analytic.profile(spec, load_cluster("v100x1"), "bfloat16")
 
 
