@@ -30,6 +30,8 @@ def read(family: str, config: Config) -> Config:
     config = row.get("defaults", {}) | config
     if family in OTHER_SIZES:
         return OTHER_SIZES[family](config)
+    if "names" in row:
+        return _learned_positions(config, row["names"]) | row.get("set", {})
     config = renamed(family, config)
     fields = _gated(config) | row.get("set", {})
     if row.get("scaled_scores"):
@@ -140,9 +142,7 @@ def _t5(config: Config) -> Config:
 
 
 OTHER_SIZES: dict[str, Callable[[Config], Config]] = {
-    "gpt2": lambda config: _learned_positions(config, SHAPES["gpt2"]["names"]),
-    "opt": lambda config: _learned_positions(config, SHAPES["opt"]["names"]),
     "t5": _t5,
     "mt5": lambda config: _t5(config | {"scale_decoder_outputs": False}),
 }
-"""Families whose sizes have other names than Llama's."""
+"""Families whose sizes have other names than Llama's, and no row of `names`."""
