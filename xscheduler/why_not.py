@@ -105,13 +105,13 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
     free = candidates.problem.constraint.but(**dict.fromkeys(given))
-    slack, least = 1 + free.headroom, np.inf
+    longer, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
     for space in (space for kind in kinds for space in candidates.under(free).spaces(kind)):
         evaluation = space.evaluate(_slowest_points(space))
         over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
-    kept = {name: float(round_up(slack * least * bound)) for name, bound in given.items()}
+    kept = {name: float(round_up(longer * least * bound)) for name, bound in given.items()}
     binding = next(iter(given))
     asked, nearest = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(

@@ -162,14 +162,14 @@ class LoadCurves:
             stays = self._first + tpot[..., None] * self._decodes
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
-    def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
+    def _set_bounds(self, goal: Goal, longer: float, beyond: Array) -> None:
         """Compute the time that each bound leaves for waiting, and the share that break a bound without waiting."""
         self._first: Array = self._ttft[..., None] + self._prompt_s[..., None] * (self._prompts - 1)
         left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)
         if goal.latency_bound_s is not None:
-            left = goal.latency_bound_s / slack - self._first - self._tpot[..., None] * self._decodes
+            left = goal.latency_bound_s / longer - self._first - self._tpot[..., None] * self._decodes
         if goal.ttft_s is not None:
-            left = np.minimum(left, goal.ttft_s / slack - self._first)
+            left = np.minimum(left, goal.ttft_s / longer - self._first)
         self._left: Array = left
         self._slow: Array = np.zeros(left.shape)
         """Share of requests whose mean gap between tokens breaks its bound. In short outputs, the mean gap varies
@@ -177,7 +177,7 @@ class LoadCurves:
         """
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
-            room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
+            room = (goal.tpot_s / longer - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
             self._slow = np.where(self._decodes > 0, 1 - ndtr(room), 0.0)
         lates = [(self._slow + (1 - self._slow) * late) @ self._shares for late in self._late_after(left)]
         self._late: Array = np.stack(lates, axis=-1)

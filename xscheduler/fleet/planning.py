@@ -262,8 +262,8 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
 
 def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> npt.NDArray[np.bool_]:
     constraint = model.candidates[0].kind.plan.constraint
-    slack = max((one.kind.plan.constraint.headroom for one in model.candidates), default=0.0) if headroom else 0.0
-    return np.asarray(times.excess(constraint.all_bounds) <= 1 / (1 + slack))
+    margin = max((one.kind.plan.constraint.headroom for one in model.candidates), default=0.0) if headroom else 0.0
+    return np.asarray(times.excess(constraint.all_bounds) <= 1 / (1 + margin))
 
 
 def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: RequestTimes) -> FleetFigures:

@@ -102,7 +102,7 @@ class Ladder:
 
     def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
         self._of, self._kind, self._progress = search, kind, progress
-        self._slack = 1 + search.problem.constraint.headroom
+        self._longer = 1 + search.problem.constraint.headroom
         self._simulated: dict[tuple[object, object], _Simulated] = {}
         self.plan = cache(self._plan)
 
@@ -161,7 +161,7 @@ class Ladder:
             if self._progress is not None:
                 self._progress(len(self._simulated), len(self._simulated) + 1, simulating(self._kind))
             law = request_law(plan, self._of.problem.profile)
-            guarded_s = self._slack * law.quantile(plan.constraint.planned_quantile)
+            guarded_s = self._longer * law.quantile(plan.constraint.planned_quantile)
             self._simulated[key] = _Simulated(law, guarded_s)
         return self._simulated[key]
 
