@@ -6,23 +6,15 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
-from typing import NamedTuple
 
 from xgpt.core.policies import Request, Step
 from xgpt.core.policies.blocks import NO_CHAINS
+from xgpt.core.policies.request import Begun
 from xgpt.core.schema.step_log import Arrival, Chain, LaneName, StepRecord
 
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[StepRecord], None]
-
-
-class _Begun(NamedTuple):
-    number: int
-    start_ns: int
-    settled: int
-    arrivals: tuple[Arrival, ...]
-    cancelled: tuple[tuple[int, int], ...]
 
 
 class Recorder:
@@ -37,7 +29,7 @@ class Recorder:
         self._arrivals: list[Arrival] = []
         self._cancelled: list[tuple[int, int]] = []
         """Requests removed since the last step began, each with the number of steps settled before."""
-        self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
+        self._under_way: dict[tuple[LaneName, int], deque[Begun]] = defaultdict(deque)
         self._num_begun = self._num_settled = 0
 
     @property
@@ -68,7 +60,7 @@ class Recorder:
         # A request that has just arrived must be in the log before the log can record its removal.
         cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]
         in_order = tuple(sorted(cancelled, key=itemgetter(1)))
-        begun = _Begun(self._num_begun, start_ns, settled, tuple(self._arrivals), in_order)
+        begun = Begun(step, self._num_begun, start_ns, settled, tuple(self._arrivals), in_order)
         self._under_way[step.lane, step.microbatch].append(begun)
         self._num_begun += 1
         self._arrivals.clear()
@@ -86,24 +78,7 @@ class Recorder:
         self._num_settled += 1
         if not self._listeners:
             return
-        record = StepRecord(
-            begun.start_ns,
-            clock(),
-            step.encode,
-            step.decode,
-            tuple(finished),
-            begun.arrivals,
-            tuple(id_ for id_, _ in begun.cancelled),
-            step.preempted,
-            step.transfer,
-            step.lane,
-            step.microbatch,
-            begun.number,
-            begun.settled,
-            tuple(outputs.items()),
-            tuple(failed),
-            tuple(settled for _, settled in begun.cancelled),
-        )
+        record = begun.record(clock(), finished, outputs.items(), failed)
         for listener in list(self._listeners):
             try:
                 listener(record)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from xgpt.core.policies import MicroBatch, Request, Schedule, Step
+from xgpt.core.policies.request import Begun
 from xgpt.core.schema import LaneName
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
@@ -41,15 +42,6 @@ SimulatedClock = Callable[[int, Step], int]
 """A function from (time of scheduling in ns, step) to the step's end in ns, called once for each step, in order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
-
-
-class _UnderWay(NamedTuple):
-    step: Step
-    start_ns: int
-    encoded: Sequence[int]
-    settled: int
-    arrivals: tuple[Arrival, ...]
-    cancelled: tuple[tuple[int, int], ...]
 
 
 class SimulatedEngine:
@@ -179,7 +171,7 @@ class _Endings:
 class _Journal:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, tuple[Begun, Sequence[int]]] = {}
         self._arrivals: list[Arrival] = []
         self._cancelled: list[tuple[int, int]] = []
         self._now_ns = -1
@@ -201,49 +193,27 @@ class _Journal:
             self._now_ns = now_ns
         step = self._schedule.next_step(lane)
         if step is not None:
-            self._under_way[self.num_begun] = _UnderWay(
-                step,
-                now_ns,
-                self._schedule.encoded(step),
-                self.num_settled,
-                tuple(self._arrivals),
-                tuple(self._cancelled),
-            )
+            before = self.num_settled, tuple(self._arrivals), tuple(self._cancelled)
+            begun = Begun(step, self.num_begun, now_ns, *before)
+            self._under_way[self.num_begun] = begun, self._schedule.encoded(step)
             self.num_begun += 1
             self._arrivals.clear()
             self._cancelled.clear()
         return step
 
     def step(self, number: int) -> Step:
-        return self._under_way[number].step
+        return self._under_way[number][0].step
 
     def encoded(self, number: int) -> Sequence[int]:
-        return self._under_way[number].encoded
+        return self._under_way[number][1]
 
     def settle(
         self, number: int, finished: Sequence[int], end_ns: int, outputs: Outputs = (), failed: Sequence[int] = ()
     ) -> StepRecord:
-        step, start_ns, _, settled, arrivals, cancelled = self._under_way.pop(number)
-        self._schedule.settle(step, finished, dict(outputs), failed)
+        begun, _ = self._under_way.pop(number)
+        self._schedule.settle(begun.step, finished, dict(outputs), failed)
         self.num_settled += 1
-        return StepRecord(
-            start_ns,
-            end_ns,
-            step.encode,
-            step.decode,
-            tuple(finished),
-            arrivals,
-            tuple(id_ for id_, _ in cancelled),
-            step.preempted,
-            step.transfer,
-            step.lane,
-            step.microbatch,
-            number,
-            settled,
-            outputs,
-            tuple(failed),
-            tuple(after for _, after in cancelled),
-        )
+        return begun.record(end_ns, finished, outputs, failed)
 
 
 def replay(

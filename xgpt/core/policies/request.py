@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xgpt.core.policies.blocks import BlockTable
 from xgpt.core.schema import ANYONE, Account, LaneName
-from xgpt.core.schema.step_log import Chain
+from xgpt.core.schema.step_log import Arrival, Chain, StepRecord
 
 
 @dataclass(slots=True)
@@ -104,6 +104,49 @@ class Step(NamedTuple):
         yield from (chunk.id for chunk in self.encode)
         yield from self.decode
         yield from self.transfer
+
+
+class Begun(NamedTuple):
+    """A step that runs, with what happened before it, from which its record is made.
+
+    Attributes:
+        cancelled: pairs of a request and the number of steps settled when it was removed. Other fields are those of
+            `StepRecord`.
+    """
+
+    step: Step
+    number: int
+    start_ns: int
+    settled: int
+    arrivals: tuple[Arrival, ...]
+    cancelled: tuple[tuple[int, int], ...]
+
+    def record(
+        self,
+        end_ns: int,
+        finished: Iterable[int],
+        outputs: Iterable[tuple[int, Chain]] = (),
+        failed: Iterable[int] = (),
+    ) -> StepRecord:
+        step = self.step
+        return StepRecord(
+            self.start_ns,
+            end_ns,
+            step.encode,
+            step.decode,
+            tuple(finished),
+            self.arrivals,
+            tuple(id_ for id_, _ in self.cancelled),
+            step.preempted,
+            step.transfer,
+            step.lane,
+            step.microbatch,
+            self.number,
+            self.settled,
+            tuple(outputs),
+            tuple(failed),
+            tuple(after for _, after in self.cancelled),
+        )
 
 
 class MicroBatch:
