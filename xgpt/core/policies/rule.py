@@ -265,10 +265,11 @@ class OneLaneRule:
 class Rule(OneLaneRule):
     """A scheduling rule of one's own, as one object for the simulated and the real engine.
 
-    Override `key` to decide which waiting request enters next, and `next_step` to decide what a step computes; the
-    inherited `next_step` follows the plan's settings. Parameters belong into attributes. Like every rule, it may read
-    only the pool and the micro-batch: no clock and no random numbers, so that a log replays exactly, and a call of
-    `next_step` that returns None changes nothing. `xgpt.testing.check_rule` tests this.
+    Override `key` to decide which waiting request enters next, `room` to decide how many prompt tokens a mixed step
+    takes, and `next_step` to decide what a step computes; the inherited `next_step` follows the plan's settings.
+    Parameters belong into attributes. Like every rule, it may read only the pool and the micro-batch: no clock and no
+    random numbers, so that a log replays exactly, and a call of `next_step` that returns None changes nothing.
+    `xgpt.testing.check_rule` tests this.
 
         class ShortestFirst(xgpt.Rule):
             def key(self, request):
