@@ -160,6 +160,12 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
             "planned only without pipeline stages; give another number of `devices`, or leave `speculative` out",
             binding="speculative",
         )
+    if number > 1 and problem.cluster.devices_per_node > 1 and problem.cluster.intra_node is None:
+        return InfeasibleError(
+            f"memory: one {device} does not hold {problem.model.name} and a request, and {problem.cluster.name} states "
+            "no `intra_node`, the link between devices that would divide it: add it to the cluster's file",
+            binding="memory",
+        )
     enough = "" if needed is None or needed <= number else f"; {needed} devices of {device} would be enough"
     says = "memory: the K/V of a single request does not fit; take devices with more memory, or shorter requests"
     if isinstance(memory, InfeasibleError):

@@ -76,3 +76,5 @@ def test_a_refusal_for_memory_says_how_many_devices_would_do() -> None:
     with pytest.raises(InfeasibleError, match=r"memory: .*; 2 devices of h100-80gb-hbm3 would be enough"):
         planned(model, one)
     planned(model, two)
+    with pytest.raises(InfeasibleError, match=r"not hold llama-3\.1-70b and a request, and h100x8 states no `intra_"):
+        planned(model, two.model_copy(update={"intra_node": None}))
