@@ -36,6 +36,7 @@ from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Array, Evaluation, Space
 from xsimulator.capacity import LEAST_REQUESTS, PRECISION, SEED, Trial, rates_of_draws
+from xsimulator.counts.arrivals import Stream
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
 
@@ -183,7 +184,7 @@ class EverySetting:
         rows, rate = settings.rows, at_least
         with suppress(_TooManyError):
             while rate < bound:
-                outcome = partial(self._outcome, trials, settings, rate)
+                outcome = partial(self._outcome, trials, [trial.stream(rate) for trial in trials], settings)
                 if not (rows := _kept_rows(rows, partial(settings.able, rate=rate), outcome)):
                     break
                 self._last = settings.plan(int(rows[0][-1]))
@@ -191,15 +192,17 @@ class EverySetting:
             return rate
         return None
 
-    def _outcome(self, trials: tuple[Trial, Trial], settings: _Settings, rate: float, index: int) -> _Outcome:
+    def _outcome(
+        self, trials: tuple[Trial, Trial], streams: Sequence[Stream], settings: _Settings, index: int
+    ) -> _Outcome:
         (short, long), plan = trials, settings.plan(index)
         self._runs_left -= 1
         if self._runs_left < 0:
             raise _TooManyError
-        keeps, run = short.of(plan).run(short.stream(rate), self._slack, LENIENT)
+        keeps, run = short.of(plan).run(streams[0], self._slack, LENIENT)
         if keeps:
             self._runs_left -= MANY_REQUESTS // LEAST_REQUESTS
-            keeps, run = long.of(plan).run(long.stream(rate), self._slack)
+            keeps, run = long.of(plan).run(streams[1], self._slack)
         return _Outcome(keeps, np.asarray(run.end_ns).tobytes())
 
 
