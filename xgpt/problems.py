@@ -34,9 +34,12 @@ from xscheduler.problem import Problem, runs_in_vllm
 from xsimulator.lengths import Reused
 
 
-def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
+def resolve(request: PlanRequest, progress: Progress | None = None, shared: int = 0) -> Problem:
     """Return a request's planning problem. Its profile is the given one, a cached one, or a newly measured or computed
     one.
+
+    Args:
+        shared: see `xprofiler.analytic.profile`.
 
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
@@ -56,7 +59,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         constraint = constraint.but(arrival_rate_per_s=turns * constraint.arrival_rate_per_s)
     speculation = _speculation(request, spec)
     engine = _named_engine(request, cluster)
-    profile = _profile(request, spec, checkpoint, cluster, engine, progress)
+    profile = _profile(request, spec, checkpoint, cluster, engine, progress, shared)
     keep(profile)
     engine = engine or engine_of(profile)
     if engine is not None and engine.memory_share is not None:
@@ -221,6 +224,7 @@ def _profile(
     cluster: ClusterSpec,
     engine: EngineSpec | None,
     progress: Progress | None,
+    shared: int,
 ) -> Profile:
     given = request.profile
     if given is None:
@@ -233,6 +237,7 @@ def _profile(
             engine=engine,
             kv_dtype=request.kv_dtype,
             as_served=as_served,
+            shared=shared,
         )
     if isinstance(given, Profile):
         check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))

@@ -72,11 +72,17 @@ A40_EFFICIENCY = Efficiency(
 
 
 def profile(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None, kv_dtype: DType | None = None
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    engine: EngineSpec | None = None,
+    kv_dtype: DType | None = None,
+    shared: int = 0,
 ) -> Profile:
     """Return a profile with tables for every tensor-parallel degree that fits in a node and way to divide experts.
 
     Args:
+        shared: a further number of devices among which replicas may divide the experts.
         engine: the serving engine. The profile includes its time per step and per request. None means the time per step
             in the device's efficiencies.
     """
@@ -91,7 +97,9 @@ def profile(
         devices_per_node=cluster.devices_per_node,
         engine=None if engine is None else engine.framework,
         engine_version=None if engine is None else engine.version,
-        layers=tuple(_layer(spec, kernels, tp, ep) for tp, ep in groups(spec, cluster) + shared_groups(spec, cluster)),
+        layers=tuple(
+            _layer(spec, kernels, tp, ep) for tp, ep in groups(spec, cluster) + shared_groups(spec, cluster, shared)
+        ),
         encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
         if spec.is_encoder_decoder
         else (),
@@ -118,13 +126,12 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
     )
 
 
-def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
+def shared_groups(spec: ModelSpec, cluster: ClusterSpec, shared: int = 0) -> tuple[tuple[int, int], ...]:
     """Return pairs (t, n) for which n / t tensor-parallel groups of t devices divide the experts among all n devices:
-    those of a node, or of all linked nodes.
+    those of a node, of all linked nodes, or `shared`.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
-    linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
-    sizes = dict.fromkeys((cluster.devices_per_node, linked))
+    sizes = dict.fromkeys((*_linked(cluster), shared))
     if not found or cluster.intra_node is None:
         return ()
     return tuple(
@@ -133,6 +140,16 @@ def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int
         for size in sizes
         if size > t and size % t == 0 and all(experts.number % size == 0 for experts in found)
     )
+
+
+def _linked(cluster: ClusterSpec) -> tuple[int, int]:
+    return cluster.devices_per_node, cluster.devices_per_node if cluster.inter_node is None else cluster.num_devices
+
+
+def as_searched(profile: Profile, cluster: ClusterSpec) -> Profile:
+    """Return a profile without the groups that only `shared` has added, which plans are not searched for."""
+    layers = [each for each in profile.layers if each.ep_degree <= each.tp_degree or each.ep_degree in _linked(cluster)]
+    return profile if len(layers) == len(profile.layers) else profile.but(layers=tuple(layers))
 
 
 def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:

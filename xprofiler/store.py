@@ -105,6 +105,7 @@ def obtain_profile(
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
+    shared: int = 0,
 ) -> Profile:
     """Return the profile of a model on a cluster. This machine is measured once, and the profile is cached. For other
     clusters, the profile is computed from the datasheet.
@@ -115,13 +116,14 @@ def obtain_profile(
         dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
         kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
             `dtype` implies.
+        shared: see `analytic.profile`.
     """
     dtype = dtype_of(spec, cluster, dtype)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
         kv_dtype = "float8" if cluster.device.type == "gpu" else None
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     if not cluster.is_local:
-        return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
+        return analytic.profile(spec, cluster, dtype, engine, kv_dtype, shared)
     latest = _latest(spec, cluster, dtype, kv_dtype)
     if latest.is_file() and (found := _kept(latest.read_text("utf-8", errors="replace").strip())) is not None:
         age_s = time.time() - latest.stat().st_mtime
@@ -264,11 +266,18 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
         return kept
     if plan.profile.source == "analytic" and not plan.cluster.is_local:
         with suppress(InputError):  # the profile may be from another version of this program
-            computed = obtain_profile(
-                plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype
-            )
-            if sha256(computed) == wanted:
-                return computed
+            for shared in (0, plan.stages[0].ep):
+                computed = obtain_profile(
+                    plan.model,
+                    None,
+                    plan.cluster,
+                    dtype=plan.dtype,
+                    engine=plan.engine,
+                    kv_dtype=plan.kv_dtype,
+                    shared=shared,
+                )
+                if sha256(computed) == wanted:
+                    return computed
     accepted = f"the plan's profile is not in {_path_of(wanted).parent}: give it as `profile`"
     raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
 

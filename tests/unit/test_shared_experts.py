@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.exports import export
 from xgpt import api
+from xgpt.comparing.compare import _as_run
+from xgpt.comparing.launched import read_current
+from xgpt.comparing.scoring import score_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Plan, Precision
 from xgpt.deciding.commands import engine_command
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
-from xprofiler.analytic import Kernels, shared_groups
+from xprofiler.analytic import Kernels, as_searched, shared_groups
+from xprofiler.store import profile_of
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import whole
 
@@ -94,3 +101,17 @@ def test_our_engine_refuses_to_share_them(plan: Plan) -> None:
         check_runs(plan)
     with pytest.raises(InfeasibleError, match="only for vllm and sglang"):
         api.solve(**ASKED | {"engine": "tensorrt-llm"}, fix={"tp": 1, "ep": 8})
+
+
+def test_a_deployment_on_some_devices_is_re_planned_on_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its plan stated a cluster of the four devices that it has."""
+    asked = plan_request(model="Qwen/Qwen3-30B-A3B", cluster="h100x8", workload="chat-short", ttft_s=1, engine="vllm")
+    command = f"vllm serve {asked.model} --data-parallel-size 4 --enable-expert-parallel"
+    problem = resolve(asked)
+    running = read_current(command, problem.cluster, {})
+    as_run = _as_run(asked, problem, running)
+    plan = score_current(as_run, running)
+    assert plan.cluster.num_devices == 8 and plan.num_devices == plan.sharing_replicas == 4
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_of(plan) == as_run.profile, "on another machine, the profile is computed again"
+    assert as_searched(as_run.profile, plan.cluster) == problem.profile != as_run.profile

@@ -231,9 +231,6 @@ def _as_run(
         changes["engine"] = engine_name(current)
     if not has_types(problem, current):
         changes |= dict(zip(("dtype", "kv_dtype"), types_of(problem, current), strict=True))
-    if current.ep_degree > current.tp_degree and problem.model.experts is not None:  # replicas share the experts
-        nodes, rest = divmod(current.num_devices, problem.cluster.devices_per_node)
-        size = {"num_nodes": nodes} if not rest else {"num_nodes": 1, "devices_per_node": rest} if not nodes else {}
-        if size and current.num_devices < problem.cluster.num_devices:
-            changes["cluster"] = problem.cluster.but(**size)
-    return resolve(request.but(**changes), progress) if changes else problem
+    is_known = problem.model.experts is None or (current.tp_degree, current.ep_degree) in problem.profile.groups
+    shared = 0 if is_known else current.ep_degree
+    return resolve(request.but(**changes), progress, shared) if changes or shared else problem

@@ -13,6 +13,7 @@ from xgpt.core.schema import Outcome, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.solving import plan_again
+from xprofiler.analytic import as_searched
 from xscheduler.found import Found
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
@@ -54,9 +55,10 @@ def _replayed(
     problem = planned.problem
     now, best = judge.judged.proven(plan.ceiling), planned.best
     trace, kind = load.log.requests, next(iter(planned.plans))
-    gains = ranges({kind: best}, problem.profile, now, problem.profile, trace) if rate_of(now) > 0 else {}
+    runs_at = profile.slowed(slowdown)
+    gains = ranges({kind: best}, problem.profile, now, runs_at, trace) if rate_of(now) > 0 else {}
     told = planned.recommend(
-        now=now, now_profile=problem.profile, gains=gains, path=path, now_path=now_path, least_gain=1 + terms.least_gain
+        now=now, now_profile=runs_at, gains=gains, path=path, now_path=now_path, least_gain=1 + terms.least_gain
     )
     assert told.now is not None and told.now.at_load is not None
     is_same = Placement.of(plan) == Placement.of(best) and plan.replicas == best.replicas
@@ -83,7 +85,8 @@ def _replayed(
 def _problem(situation: Situation, log: LogLoad) -> Problem:
     """Return the problem as `xgpt plan` poses it for the log. What xgpt's own engine serves keeps its devices."""
     plan, problem = situation.plan, situation.problem(in_place=False)
-    problem = replace(problem, workload=situation.lengths.but(name=log.name))
+    profile = as_searched(problem.profile, plan.cluster)
+    problem = replace(problem, profile=profile, workload=situation.lengths.but(name=log.name))
     if log.requests.prefixes is not None:
         problem = replace(problem, reused=None)
     if plan.cluster.is_local or plan.pinned.fixed or not _is_engines_own(plan):
