@@ -68,12 +68,15 @@ class Cell(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """A likely range: the measured value is probably between `low` and `high` times the prediction."""
+    """A likely range: the measured value is probably between `low` and `high` times the prediction, and in half of the
+    cases below `middle` times.
+    """
 
     low: float
     high: float
     rows: int
     shared: str
+    middle: float = 1.0
 
 
 def level_of(running: float) -> str:
@@ -112,8 +115,9 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
                 same.setdefault(source, []).extend(ratios)
         rows = sum(map(len, same.values()))
         if rows >= LEAST_ROWS and len(same) >= LEAST_SOURCES:
-            low, high = within(list(same.values()), factor * (BORROWED if borrowed else 1.0))
-            return Likely(low, high, rows, _in_words(cell, names))
+            sources = list(same.values())
+            low, high = within(sources, factor * (BORROWED if borrowed else 1.0))
+            return Likely(low, high, rows, _in_words(cell, names), exp(_quantiles(sources)[1]))
     return Likely(*UNKNOWN, 0, "")
 
 
@@ -165,13 +169,19 @@ def within(sources: list[list[float]], factor: float = 1.0) -> tuple[float, floa
     """Return a range around the median of the sources' ratios, `factor` times as wide as that between their quantiles
     `INSIDE`. With few sources, it is wider.
     """
+    low, middle, high = _quantiles(sources)
+    edge = log(1 + 0.5 / len(sources))  # another source may differ much more
+    return exp(middle + factor * (low - middle) - edge), exp(middle + factor * (high - middle) + edge)
+
+
+def _quantiles(sources: list[list[float]]) -> tuple[float, float, float]:
+    """Return the logarithms of the quantiles `INSIDE` and of the median between them."""
     logs = np.log([ratio for ratios in sources for ratio in ratios])
     weights = np.concatenate([np.full(len(ratios), 1 / len(ratios)) for ratios in sources])
     order = np.argsort(logs)
     below = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     low, middle, high = np.interp((INSIDE[0], 0.5, INSIDE[1]), below, logs[order])
-    edge = log(1 + 0.5 / len(sources))  # another source may differ much more
-    return exp(middle + factor * (low - middle) - edge), exp(middle + factor * (high - middle) + edge)
+    return float(low), float(middle), float(high)
 
 
 def family_of(model: ModelSpec) -> str:

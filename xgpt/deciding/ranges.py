@@ -26,38 +26,42 @@ HALVINGS = 8
 
 
 class PaceRange(NamedTuple):
-    """The likely range of pace: steps take `fast` to `slow` times as long as predicted in nine of ten cases."""
+    """The likely range of pace: steps take `fast` to `slow` times as long as predicted in nine of ten cases, and up to
+    `middle` times in half of the cases. The logarithm of pace is normal on each side of its median, with two spreads.
+    """
 
     fast: float
     slow: float
+    middle: float
 
     def share_below(self, pace: float) -> float:
-        """Return the probability that steps are not slower than this, if the logarithm of pace is normal."""
+        """Return the probability that steps are not slower than this."""
         if self.slow <= self.fast:
             return float(pace >= self.slow)
-        return self._law.cdf(log(pace))
+        return NormalDist().cdf(log(pace / self.middle) / self._spread(is_slow=pace > self.middle))
 
     def at(self, share: float) -> float:
         """Return the pace than which steps are not slower with this probability."""
-        return self.slow if self.slow <= self.fast else exp(self._law.inv_cdf(min(max(share, 1e-6), 1 - 1e-6)))
+        deviations = NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6))
+        return self.middle * exp(deviations * self._spread(is_slow=share > 0.5))
 
-    @property
-    def _law(self) -> NormalDist:
-        middle, spread = (log(self.slow) + log(self.fast)) / 2, (log(self.slow) - log(self.fast)) / 2
-        return NormalDist(middle, spread / NormalDist().inv_cdf((1 + INSIDE) / 2))
+    def _spread(self, *, is_slow: bool) -> float:
+        side = self.slow / self.middle if is_slow else self.middle / self.fast
+        return log(side) / NormalDist().inv_cdf((1 + INSIDE) / 2)
 
 
 def paces_of(plan: PlanDraft, profile: Profile) -> PaceRange | None:
     """Return the likely paces of a plan's steps, or None if no earlier predictions are known."""
     if profile.is_served:
-        return PaceRange(*usual(plan.cluster.device.name, plan.profile.engine))
+        fast, slow = usual(plan.cluster.device.name, plan.profile.engine)
+        return PaceRange(fast, slow, (fast * slow) ** 0.5)
     if profile.fitted is not None:
         factor = _after_fit(profile.fitted, plan, "throughput")
-        return PaceRange(1 / factor, factor)
+        return PaceRange(1 / factor, factor, 1.0)
     if (cell := cell_of(plan)) is None:
         return None
     found = likely(cell, "throughput", borrowed=is_borrowed(plan))
-    return PaceRange(1 / found.high, 1 / found.low)
+    return PaceRange(1 / found.high, 1 / found.low, 1 / found.middle)
 
 
 def _after_fit(fitted: FittedLoads, plan: PlanDraft, quantity: Quantity) -> float:
@@ -137,9 +141,7 @@ def confidence(plan: PlanDraft, profile: Profile, load_per_s: float) -> float | 
     paces = paces_of(plan, profile)
     if paces is None:
         return None
-    # Beyond these paces the probability is below 1% or above 99%.
-    beyond = (paces.slow / paces.fast) ** 0.25
-    low, high = log(paces.fast / beyond), log(paces.slow * beyond)
+    low, high = (log(paces.at(share)) for share in (0.01, 0.99))
     if rate_at(plan, profile, exp(low)) < load_per_s:
         return 0.0
     for _ in range(HALVINGS):
