@@ -38,7 +38,7 @@ class BoundFields(TypedDict, total=False):
     tpot_s: float | None
     """Bound on the mean time per output token, in seconds or as in 50ms."""
     headroom: float | None
-    """Safety margin: the plan keeps the bounds even if every step takes longer than predicted by this share."""
+    """Safety margin: the plan keeps the bounds even if all times are longer than predicted by this share."""
 
 class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None

@@ -172,7 +172,7 @@ class BoundFields(RequestBase):
             ),
         ),
     ] = None
-    """Safety margin: the plan keeps the bounds even if every step takes longer than predicted by this share."""
+    """Safety margin: the plan keeps the bounds even if all times are longer than predicted by this share."""
 
 
 class ObjectiveAndShares(BoundFields):

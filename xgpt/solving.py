@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.progress import Progress
 from xgpt.core.refusals import refusal
-from xgpt.core.schema import Plan, PlanDraft, Profile, Recommendation
+from xgpt.core.schema import Constraint, Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
@@ -37,7 +37,7 @@ from xscheduler.fleet.replica_kinds import Candidate
 from xscheduler.fleet.scaling import Follower
 from xscheduler.found import Found
 from xscheduler.objectives.best_plans import check_held, found_each
-from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities
+from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities, with_capacity
 from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.objectives.sessions import found_in_sessions
@@ -60,18 +60,21 @@ class Planned:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
         beside: the best plan of another shape, or None if it was not searched, or there is none.
         steady: the plan of the highest rate, if another one keeps more of a log that none holds.
+        refusal: why no schedule keeps the constraint. The plans are then those that keep most of the load. None: some
+            schedule keeps it.
     """
 
     request: PlanRequest
     problem: Problem
     plans: dict[str, Plan]
     choices: tuple[ClusterChoice, ...]
-    planning_s: float
+    planning_s: float = 0.0
     ahead: dict[int, float] = field(default_factory=dict)
     fewest: Fewest | None = None
     load: CarriedLoad | None = None
     beside: Plan | None = None
     steady: Plan | None = None
+    refusal: InfeasibleError | None = None
 
     @property
     def recommendation(self) -> Recommendation:
@@ -94,6 +97,7 @@ class Planned:
             beside=self.beside,
             steady=self.steady,
             wanted=self.request.confidence,
+            nearest={} if self.refusal is None else self.refusal.nearest,
             **asked,
         )
 
@@ -116,7 +120,30 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that was made for it.
     """
-    log = load_of(request.workload, request.growth)
+    planned = sought(request, progress)
+    return refused_or(planned, planned.told(planned.recommend(path=path)))
+
+
+Told = TypeVar("Told")
+
+
+def refused_or(planned: Planned, told: Told) -> Told:
+    """Return what is told about plans.
+
+    Raises:
+        InfeasibleError: no schedule keeps the constraint. What is told is the error's `answer`.
+    """
+    if planned.refusal is None:
+        return told
+    planned.refusal.answer = told
+    raise planned.refusal
+
+
+def sought(request: PlanRequest, progress: Progress | None = None) -> Planned:
+    """Return the plans for a request as `solve` does. If no schedule keeps the constraint, return those that keep most
+    of the load, with the refusal, if there is a load.
+    """
+    started, log = time.perf_counter(), load_of(request.workload, request.growth)
     trace, load = None if log is None else log.requests, carried(log, request.arrival_rate_per_s)
     if (turns := turns_in(request)) is not None:  # a log is then replayed in sessions, and a stated rate is theirs
         rate = request.arrival_rate_per_s
@@ -130,7 +157,7 @@ def solve(request: PlanRequest, progress: Progress | None = None, path: str = "p
         raise
     if resolved.problem.cluster.is_local:
         check_planned(planned.best)
-    return planned.told(planned.recommend(path=path))
+    return replace(planned, planning_s=time.perf_counter() - started)
 
 
 def plan_again(plan: Plan, problem: Problem, load: CarriedLoad) -> Planned:
@@ -157,7 +184,29 @@ def _planned(
     trace: TraceLengths | None,
     progress: Progress | None,
 ) -> Planned:
-    started = time.perf_counter()
+    try:
+        return _found(request, resolved, load, trace, progress)
+    except InfeasibleError as error:
+        if load is None or not error.nearest or resolved.problem.constraint.classes:
+            raise
+        asked = resolved.problem.constraint.but(arrival_rate_per_s=None, objective="arrivals")
+        nearest = resolved.problem.under(asked.but(**error.nearest))
+        return replace(_found(request, _Resolved(nearest), load, trace, progress, asked), refusal=error)
+
+
+def _found(
+    request: PlanRequest,
+    resolved: _Resolved,
+    load: CarriedLoad | None,
+    trace: TraceLengths | None,
+    progress: Progress | None,
+    asked: Constraint | None = None,
+) -> Planned:
+    """Return the plans for a problem.
+
+    Args:
+        asked: the constraint by which they are then judged. None means the problem's.
+    """
     problem, found, ahead = _with_best_draft(request, resolved.problem, resolved.found, progress)
     find = _find_each(request)
     if problem.workload.sessions is None:
@@ -166,6 +215,10 @@ def _planned(
         found = {kind: _replaying(one, problem, request.workload) for kind, one in found.items()}
     found = own_first(found)
     other = resolved.beside or next(iter(found.values())).at_side
+    if asked not in (None, problem.constraint):
+        problem = problem.under(asked)
+        found = {kind: Found(_judged(one.draft, problem), NOT_SEARCHED) for kind, one in found.items()}
+        other = None if other is None else _judged(other, problem)
     steady: Found | None = None
     if load is not None and resolved.fewest is None:
         found, other, steady = keeping_most(found, other, problem, load)
@@ -174,19 +227,22 @@ def _planned(
     if other is not None:
         other = fronted(other.with_estimate(**ranges_of(other, problem.profile)), request.api_servers)
     beside = None if other is None else other.proven(next(iter(found.values())).ceiling)
-    planning_s = time.perf_counter() - started
     return Planned(
         request,
         problem,
         plans,
         resolved.choices,
-        planning_s,
-        ahead,
-        resolved.fewest,
-        load,
-        beside,
-        None if steady is None else steady.estimating(**ranges_of(steady.draft, problem.profile)).plan,
+        ahead=ahead,
+        fewest=resolved.fewest,
+        load=load,
+        beside=beside,
+        steady=None if steady is None else steady.estimating(**ranges_of(steady.draft, problem.profile)).plan,
     )
+
+
+def _judged(draft: PlanDraft, problem: Problem) -> PlanDraft:
+    asked = draft.but(constraint=problem.constraint).with_estimate(capacity=None)
+    return with_capacity(asked, problem.profile)
 
 
 def _replaying(found: Found, problem: Problem, name: str) -> Found:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xgpt.deciding.phrases import MOST_LINES, WIDTH, percent, tenths
 from xgpt.deciding.recommend import CLEAR
-from xgpt.deciding.words import MOST_LINES, WIDTH, percent, tenths
 
 Run = Callable[..., str]
 """Runs a command of xgpt with these arguments, and returns what it prints."""
@@ -34,8 +34,9 @@ def contradictions(
     compared = json.loads(run("compare", *asked, "--current", command, "-o", now, "--force", "--json"))
     told = compared["recommendation"]
     engine = () if compared["current"]["engine"] is None else ("--engine", compared["current"]["engine"]["framework"])
-    run("plan", *asked, "--model", model, *engine, "-o", then, "--force")
-    planned = json.loads(Path(then).read_text(encoding="utf-8"))["recommendation"]
+    text = run("plan", *asked, "--model", model, *engine, "-o", then, "--force", "--json")
+    Path(then).write_text(text, encoding="utf-8")  # no file is written if nothing keeps the bounds
+    planned = json.loads(text)["recommendation"]
     again = json.loads(run("replan", now, "--lengths", log, "--json"))
     first = told["rejected"] if told["action"] == "keep" and told["rejected"] else told["best"]
     found = [*_differences("replan", again["recommendation"], told)]
@@ -104,8 +105,9 @@ def _told(text: str, told: Found) -> Iterator[str]:
     says = {
         f"Yours keeps the bounds for {percent(now['share_kept'])} of": True,
         "it does not hold your load": not now["holds"],
-        "No schedule found on your": not best["at_load"]["holds"],
-        f"up to {best['rate_per_s']['value']:.3g} requests/s": True,
+        "No schedule found on your": not best["at_load"]["holds"] or "nearest" in told,
+        f"up to {best['rate_per_s']['value']:.3g} requests/s": "nearest" not in told,
+        "at any rate; the nearest bounds that one keeps": "nearest" in told,
         f"Your load: {best['at_load']['rate_per_s']:.3g}/s": True,
         "Keep what runs now": told["action"] == "keep",
         "Change to": told["action"] == "change",

@@ -341,7 +341,7 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
         assert ("standard deviation of the rate" in flat) == (text == served)
         assert "with 5% tighter bounds" in flat and "limit the rate" not in flat
         assert f"saturated: {each.estimate.throughput_rps:.4g} requests/s" in flat
-        assert "even if every step takes 12% longer than predicted" in flat
+        assert "even if all times are 12% longer than predicted" in flat
     assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
     loose = " ".join(xgpt("plan", "--latency-bound", "60", *PROBLEM, "--policy", "orca", "--explain").out.split())
     assert "with 5% looser bounds: memory and step times limit the rate, not the bounds" in loose

@@ -53,6 +53,50 @@ def test_where_nothing_holds_a_log_all_commands_name_the_plan_that_keeps_most_of
     assert "127.0.0.1:31000 --plan current.json" in told["measurement"]["command"]
 
 
+@pytest.mark.parametrize(
+    "bounds", [("--tpot", "4ms"), pytest.param(("--ttft", "60ms", "--tpot", "8ms"), marks=pytest.mark.long)]
+)
+def test_where_nothing_keeps_the_bounds_all_commands_say_what_keeps_most_of_a_log(
+    bounds: tuple[str, ...], xgpt: Xgpt
+) -> None:
+    """`plan` and `compare` only refused, and `replan` judged by the rate of the busiest window."""
+    write_log(4.0, 300)
+    asked, printed = (*ASKED[:4], *bounds, "--latency-bound", "inf"), dict[str, str]()
+    codes = {"plan": 1, "compare": 1, "replan": 0, "simulate": 0}
+
+    def run(*arguments: str) -> str:
+        found = xgpt(*arguments)
+        assert found.code == codes[arguments[0]], found
+        assert found.code == 0 or "infeasible: " in found.err.splitlines()[-1]
+        printed.setdefault(arguments[0], found.out)
+        return found.out
+
+    assert contradictions(run, asked, MODEL, f"vllm serve {MODEL}", Path()) == []
+    told = json.loads(printed["compare"])["recommendation"]
+    nearest = {bound["name"]: bound["bound_s"] for bound in told["nearest"]}
+    assert all(nearest[bound["name"]] >= bound["bound_s"] for bound in told["bounds"])
+    best, now = told["best"]["at_load"]["share_kept"], told["now"]["at_load"]["share_kept"]
+    assert told["best"]["rate_per_s"]["value"] == 0 and now - 0.005 <= best < 0.99
+    assert best - 0.01 <= told["alone_share"] < 0.99 and told["would_hold"] is None
+
+
+def test_a_stated_rate_that_nothing_holds_is_judged(xgpt: Xgpt) -> None:
+    asked = ("--cluster", "h100x1", "--workload", "azure-conv", "--arrival-rate", "60", "--latency-bound", "15")
+    found = xgpt("plan", *asked, "--model", MODEL, "--policy", "chunked", "--json")
+    told = json.loads(found.out)["recommendation"]
+    assert found.code == 1 and told["best"]["rate_per_s"]["value"] > 0 and not told["best"]["at_load"]["holds"]
+    assert told["would_hold"] > 1 and "nearest" not in told and not Path("plan.json").exists()
+
+
+@pytest.mark.long
+def test_replicas_that_share_experts_on_some_devices_are_judged_alike(run: Run) -> None:
+    """`compare` searched four devices, `replan` only the two that the deployment has."""
+    write_log(8.0, 600)
+    asked = ("--cluster", "gb200x4", "--workload", "log.csv", "--latency-bound", "30")
+    command = "vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 2 --enable-expert-parallel"
+    assert contradictions(run, asked, "Qwen/Qwen3-30B-A3B", command, Path(), in_lines=False) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_four_commands_say_the_same_of_one_deployment(number: int, run: Run, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.options import output_file, refuse_idle, write
-from xgpt.cli.run import summary
+from xgpt.cli.run import answered, summary
 from xgpt.comparing.compare import Compared
 from xgpt.core.io import dump_json
 from xgpt.core.schema.documents import CompareOutput
@@ -21,7 +21,8 @@ def compare(output: str | None, force: bool, as_json: bool, explain: bool, curre
         refuse_idle(["output"], "it needs --current: only the current deployment is written")
     file = None if output is None else output_file(output)
     with render.progress_bar() as progress:
-        found = api.compare(**{"latency_bound_s": None, **options.given()}, progress=progress, path=output)
+        asked = {"latency_bound_s": None, **options.given(), "progress": progress, "path": output}
+        found, refusal = answered(lambda: api.compare(**asked))
     if file is not None and found.current is not None:
         write(file, dump_json(found.current))
     if as_json:
@@ -35,10 +36,21 @@ def compare(output: str | None, force: bool, as_json: bool, explain: bool, curre
             answer=found.answer,
         )
         click.echo(document.model_dump_json(indent=1))
-        return
-    click.echo("\n".join(words.told(found.recommendation, explain)))
-    if explain:
-        _explain(found)
+    else:
+        click.echo("\n".join(words.told(found.recommendation, explain, _how_to_write(found))))
+        if explain:
+            _explain(found)
+    if refusal is not None:
+        raise refusal
+
+
+def _how_to_write(found: Compared) -> str:
+    """Return what writes the plan that the printed command serves, or "" if the command needs none."""
+    told, engine = found.recommendation, found.best.engine
+    if told.action == "keep" or all("plan.json" not in process.command for process in told.best.processes):
+        return ""
+    more = "" if engine is None else f" --engine {engine.framework}"
+    return f"xgpt plan with these options, --model {found.planned.request.model}{more} writes plan.json."
 
 
 def _explain(found: Compared) -> None:

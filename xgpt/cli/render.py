@@ -17,9 +17,9 @@ from rich.table import Table
 
 from xgpt.core.errors import printable
 from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.phrases import percent, range_in_words
 from xgpt.deciding.recommend import name_of
 from xgpt.deciding.verified import unverified
-from xgpt.deciding.words import percent, range_in_words
 from xgpt.reporting.fleet import costs_rows, kinds_rows
 from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
 from xscheduler.expression import maximised

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,11 +13,11 @@ from xgpt import api
 from xgpt.checkpoints import hub
 from xgpt.cli import options, render
 from xgpt.cli.options import output_file, refuse_idle, write
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import dump_json, load_json, sha256
 from xgpt.core.schema import Plan, UrlReport
 from xgpt.core.schema.documents import SessionsOutput, SimulateOutput
-from xgpt.deciding import words
+from xgpt.deciding import phrases, words
 from xgpt.deciding.load import of_log
 from xgpt.deciding.recommend import name_of, offer_of
 from xgpt.reporting import plan_text
@@ -33,15 +33,33 @@ if TYPE_CHECKING:
 def plan(output: str, force: bool, as_json: bool, explain: bool, **_: Any) -> None:
     file = output_file(output)
     with render.progress_bar() as progress:
-        planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress, path=output)
+        asked = {"latency_bound_s": None, **options.given(), "progress": progress, "path": output}
+        planned, refusal = answered(lambda: api.solve(**asked))
     text = dump_json(planned.best)
-    write(file, text)
+    if refusal is None:
+        write(file, text)
     if as_json:
         click.echo(text, nl=False)
     else:
-        click.echo("\n".join(words.told(planned.recommendation, explain, f"A page: xgpt report {output}.")))
+        page = f"A page: xgpt report {output}." if refusal is None else ""
+        click.echo("\n".join(words.told(planned.recommendation, explain, page)))
         if explain:
             render.show("", *summary(planned))
+    if refusal is not None:
+        raise refusal
+
+
+Answer = TypeVar("Answer")
+
+
+def answered(find: Callable[[], Answer]) -> tuple[Answer, InfeasibleError | None]:
+    """Return what is found or, with the refusal, what is told all the same."""
+    try:
+        return find(), None
+    except InfeasibleError as error:
+        if error.answer is None:
+            raise
+        return error.answer, error
 
 
 def summary(planned: Planned) -> Iterator[object]:
@@ -149,8 +167,8 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         if kept is not None:
-            text = f"Your load{'' if kept.holds else ', too much for this plan'}: {words.load_in_words(kept)}."
-            click.echo("\n".join([*words.wrapped(text), ""]))
+            text = f"Your load{'' if kept.holds else ', too much for this plan'}: {phrases.load_in_words(kept)}."
+            click.echo("\n".join([*phrases.wrapped(text), ""]))
         render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(

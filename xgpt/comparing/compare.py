@@ -34,7 +34,7 @@ from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_of
-from xgpt.solving import Planned, solve
+from xgpt.solving import Planned, refused_or, solve, sought
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.front import most_rate
@@ -85,13 +85,13 @@ class Compared:
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
-        """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, it is
-        empty.
+        """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, or
+        if no plan keeps them, it is empty.
         """
         problem, plan = self.planned.problem, self.highest
         constraint = problem.constraint.but(arrival_rate_per_s=None)
         best: dict[float | None, Plan] = {}
-        for factor in RELAXATIONS if constraint.bounds_latency else ():
+        for factor in RELAXATIONS if constraint.bounds_latency and self.planned.refusal is None else ():
             loose = problem.under(constraint.looser(factor))
             looser = next(iter(plan_each(loose, search=self.planned.request.search).values()))
             best[factor] = plan = max(plan, looser, key=rate_of)
@@ -185,7 +185,7 @@ def _with_current(
         raise
     notes = (*notes, *batch_note(scored, running), *_front_note(scored, running.api_servers))
     notes = (*notes, *memory_note(as_run, running))
-    planned = solve(request, progress)
+    planned = sought(request, progress)
     profiles = problem.profile, as_run.profile
     compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
     is_best = as_run is problem and _is_same(scored, planned.best)
@@ -198,7 +198,7 @@ def _with_current(
         now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path, now_port=running.published
     )
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
-    return Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept)
+    return refused_or(planned, Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept))
 
 
 def _is_same(scored: Plan, plan: Plan) -> bool:

@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 MAX_SHOWN = 200
 """Largest number of characters of the user's text that an error or a log line shows."""
@@ -32,6 +33,9 @@ class InfeasibleError(XgptError):
 
     Attributes:
         reason: the message as a sentence without options, or "".
+        nearest: fields of the constraint with the nearest values under which some schedule is found. Empty: not known.
+        answer: what is told all the same, if a load's requests can be replayed: the plans of `xgpt.solve` or
+            `xgpt.compare` that keep the bounds for most of them. None otherwise.
         because: an end for the message that says what takes the time, or "".
         warnings: reasons why some schedule might meet the constraint after all, one sentence each.
     """
@@ -47,6 +51,8 @@ class InfeasibleError(XgptError):
         self.nearest_bound_s = nearest_bound_s
         self.binding = binding
         self.warnings: tuple[str, ...] = ()
+        self.nearest: dict[str, float | None] = {}
+        self.answer: Any = None
 
 
 class InputError(XgptError):

@@ -220,7 +220,7 @@ class LogLoad:
         share = float(np.mean(is_kept))
         shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in self.windows if each.num_requests}
         counted = [each for each in self._counted if each in shares]
-        worst = min(counted, key=lambda window: shares[window]) if counted else None
+        worst = min(counted, key=lambda window: (shares[window], -window.num_requests)) if counted else None
         by_window = tuple(shares.get(each) for each in self.windows)
         counts = tuple(each.num_requests for each in self.windows)
         return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window, counts)

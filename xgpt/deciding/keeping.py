@@ -63,5 +63,5 @@ def _for_looser_bounds(kind: str, first: Found, problem: Problem) -> Iterator[Pl
             loose = found_each(problem.under(constraint.looser(factor)), first.draft.policy.kind)
             draft = next(iter(loose.values())).draft.but(constraint=first.draft.constraint, pinned=first.draft.pinned)
             draft = rated(draft.with_estimate(capacity=None), problem.profile)
-            if rate_of(draft) > 0:
+            if rate_of(draft) > 0 or not rate_of(first.draft):
                 yield draft

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -57,6 +57,17 @@ class CarriedLoad:
             times = replay(plan, profile, self.log)
             self._late[name] = None if times is None else times.excess(plan.constraint.all_bounds) > 1
         return self._late[name]
+
+    def alone(self, plan: PlanDraft, profile: Profile) -> float | None:
+        """Return the share of the log's requests that keep the bounds if none waits for another, or None without a log
+        or a replay.
+        """
+        if self.log is None or self.log.requests.timestamp_s is None:
+            return None
+        number = len(self.log.requests.input)
+        apart = self.log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
+        found = CarriedLoad(self.rate_per_s, self.window, replace(self.log, requests=apart)).late(plan, profile)
+        return None if found is None else float(1 - found.mean())
 
 
 def _run(plan: PlanDraft) -> tuple[object, ...]:
@@ -124,13 +135,14 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
     """Return the fewest deployments of a plan that hold a load with the wanted probability or, if none do, with a
     smaller one. Return None if no number is known.
     """
-    if rate_of(plan) <= 0:
-        return None
-    least, paces, surely = max(2, ceil(load.rate_per_s / rate_of(plan))), paces_of(plan, profile), 0.0
+    rate = rate_of(plan) or plan.estimate.throughput_rps  # a log may keep bounds that no steady load keeps
+    least, paces, surely = max(2, ceil(load.rate_per_s / rate)), paces_of(plan, profile), 0.0
     if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
         least = max(least, ceil(load.rate_per_s / surely))
     for copies in range(least, least + MOST_COPIES):
         kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
+        if kept is None and not rate_of(plan):
+            return None
         if kept is None or kept.holds(plan.constraint.quantile):
             likely = confidence(plan, profile, load.rate_per_s / copies)
             if likely is not None and copies * surely >= load.rate_per_s:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
+from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
-from xgpt.core.schema import Offer, Plan, PlanDraft, Profile, Ranged, Recommendation
+from xgpt.core.schema import Constraint, Offer, Plan, PlanDraft, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import (
@@ -24,9 +25,9 @@ from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, Copies, at_load, enough
+from xgpt.deciding.phrases import kept_in_words
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
-from xgpt.deciding.words import kept_in_words
 from xgpt.reporting.plan_text import settings_text
 from xscheduler.found import Found
 from xscheduler.objectives.sizing import ClusterChoice, Judged
@@ -72,6 +73,7 @@ def recommend(
     now_port: int | None = None,
     wanted: float = 0.9,
     least_gain: float = LEAST_GAIN,
+    nearest: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Recommendation:
     """Return what to run.
 
@@ -90,6 +92,7 @@ def recommend(
         now_port: where the present deployment answers, if not where its command says.
         wanted: probability with which devices must hold the load.
         least_gain: factor by which another plan must be better than the present deployment to replace it.
+        nearest: see `InfeasibleError`.
     """
 
     def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
@@ -107,7 +110,8 @@ def recommend(
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
         is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
         gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
-    action, why = _decide(first, present, gain, least_gain)
+    most_devices = max((number for number, _ in tried), default=0)
+    action, why = _decide(first, present, gain, least_gain, most_devices)
     varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
     is_lost = first.at_load is not None and not first.at_load.holds
@@ -116,7 +120,7 @@ def recommend(
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
     clear = [plan for plan in ranked if is_lost or rate_of(plan) >= LEAST_GAIN * rate_of(best)]
     more = next((plan for plan in clear if not by_itself(plan) and is_better(plan, best, profile, load)), None)
-    next_best = beside or next((plan for plan in ranked if plan is not more), None)
+    next_best = beside or next((plan for plan in ranked if by_itself(plan)), None)
     if is_best and next_best is not None and is_better(next_best, best, profile, load):
         why = "it is the best plan that measurements verify" if unverified(next_best) else why
     chosen = present if action == "keep" and present is not None else first
@@ -147,6 +151,8 @@ def recommend(
         gain=gain,
         rejected=first if action == "keep" and gain is not None else None,
         confidence=None if chosen.at_load is None else chosen.at_load.confidence,
+        nearest=_nearest(best, nearest),
+        headroom=shown[0].constraint.headroom,
         why=why,
         runner_up=None if next_best is None else offered(next_best),
         runner_up_gain=None
@@ -159,6 +165,7 @@ def recommend(
         ),
         would_hold=None if copied is None else copies[copied].num_devices,
         would_hold_confidence=None if copied is None else copies[copied].confidence,
+        alone_share=load.alone(*shown) if load is not None and not rate_of(best) else None,
         would_hold_of=copied or "best",
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
@@ -181,6 +188,12 @@ def is_better(plan: PlanDraft, than: PlanDraft, profile: Profile, load: CarriedL
         return rate_of(plan) > rate_of(than)
     kept = load.kept(plan, profile)
     return kept is not None and kept.share > seen.share
+
+
+def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept, ...]:
+    bounds = {name: value for name, value in nearest.items() if value is not None}
+    loose = plan.constraint.but(**bounds)
+    return _bounds(loose, (None,) * 5) if bounds else ()
 
 
 def _cluster(choice: ClusterChoice) -> OfferedCluster:
@@ -209,6 +222,7 @@ def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> 
         num_devices=plan.num_devices,
         processes=processes_of(plan, kept, path),
         rate_per_s=_rate(plan, plan.estimate.ranges),
+        simulated_s=_simulated_s(plan),
         sessions=plan.estimate.sessions,
         cost_per_hour=None if price is None else price * plan.num_devices,
         cost_per_million_tokens=plan.estimate.cost_per_million_tokens,
@@ -240,7 +254,11 @@ def gain_of(best: Plan, now: Plan, varied: RangeOutput | None = None) -> Gain:
 def bounds_of(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[BoundKept, ...]:
     """Return the user's bounds, with the times that a plan reaches at a rate."""
     constraint = plan.constraint
-    seen = times_at(plan, profile, rate_per_s) if rate_per_s > 0 and constraint.bounds_latency else (None,) * 5
+    is_kept = rate_per_s > 0 and constraint.bounds_latency
+    return _bounds(constraint, times_at(plan, profile, rate_per_s) if is_kept else (None,) * 5)
+
+
+def _bounds(constraint: Constraint, seen: tuple[Floats | None, ...]) -> tuple[BoundKept, ...]:
     quantiles = (None, constraint.ttft_quantile, constraint.tpot_quantile, None, None)
     bounds = zip(BOUNDED, (*constraint.bounds, *constraint.session_bounds), quantiles, strict=True)
     return tuple(
@@ -270,12 +288,15 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
     return (run.whole_s[counts], run.ttft_s[counts], run.tpot_s[counts], *of_sessions)
 
 
-def _decide(first: Offer, now: Offer | None, gain: Gain | None, least_gain: float = LEAST_GAIN) -> tuple[Action, str]:
+def _decide(
+    first: Offer, now: Offer | None, gain: Gain | None, least_gain: float, most_devices: int
+) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None:
         return "run", ""
     if gain is None:
-        return "keep", "it is the best plan found"
+        is_sized = first.num_devices < most_devices and first.at_load is not None and first.at_load.holds
+        return "keep", f"it {'holds your load on the fewest devices' if is_sized else 'is the best plan found'}"
     if now.at_load is not None and first.at_load is not None:
         kept, would_keep = now.at_load.holds, first.at_load.holds
         if would_keep and not kept:
@@ -283,13 +304,15 @@ def _decide(first: Offer, now: Offer | None, gain: Gain | None, least_gain: floa
         if kept and not would_keep:
             return "keep", "it keeps the bounds at your load, and no plan found does"
         if kept and would_keep and first.num_devices < now.num_devices:
-            return "change", "they hold your load"
+            return "change", "both hold your load, this plan on fewer devices"
         if kept and would_keep:
-            fewer = "" if now.num_devices == 1 else ", and fewer devices do less surely than wanted"
+            fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
             return "keep", f"it keeps the bounds at your load{fewer}"
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found
     each = gain.per_device or gain.factor
+    if each is None and gain.then <= 0:
+        return "keep", "no plan found keeps the bounds for clearly more of your requests"
     if each is None:
         return "change", "the present deployment keeps the bounds at no rate"
     if each.value < min(1 + CLEAR, least_gain):
@@ -317,6 +340,18 @@ def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:
     return Ranged(value=rate_of(plan), low=low, high=high)
 
 
+NEAR = 2.0
+"""Queues settle after about this number of requests, divided by the square of the share of capacity that is idle."""
+
+
+def _simulated_s(plan: Plan) -> float | None:
+    found = plan.estimate.capacity
+    if found is None or not found.rate_per_s or plan.workload.sessions is not None:
+        return None
+    idle = max(1 - found.rate_per_s / plan.estimate.throughput_rps, 0.0)
+    return found.num_requests / found.rate_per_s if found.num_requests * idle**2 < NEAR else None
+
+
 def name_of(plan: Plan) -> str:
     """Return policy and placement, as in "chunked, 2 replicas of TP4" or "orca, 4 stages of TP2"."""
     if plan.cluster.num_devices == 1:
@@ -332,7 +367,7 @@ def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
     found, low, load = [], offer.rate_per_s.low, offer.at_load
     if load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {offer.rate_per_s.value:.3g} requests/s")
-    elif low is not None and low <= 0:
+    elif low is not None and low <= 0 < offer.rate_per_s.value:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
     each = None if gain is None else gain.per_device or gain.factor
     if gain is not None and gain.worst and each is not None and (each.low or 1) < 1:

@@ -9,9 +9,9 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
+from xgpt.deciding.phrases import tenths
 from xgpt.deciding.recommend import own_first
 from xgpt.deciding.verified import unverified, unverified_shape
-from xgpt.deciding.words import tenths
 from xscheduler.found import Found
 from xscheduler.objectives.reusing import FindEach
 from xscheduler.objectives.sizing import Judged

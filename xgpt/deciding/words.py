@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 
-from xgpt.core.schema import Decision, Offer, Ranged, Recommendation
+from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
+from xgpt.deciding.phrases import (
+    MOST_LINES,
+    WIDTH,
+    bounds_in_words,
+    in_sessions,
+    in_words,
+    kept_in_words,
+    likely_in_words,
+    load_in_words,
+    percent,
+    seconds,
+    span,
+    tenths,
+    wrapped,
+)
 
-WIDTH, MOST_LINES = 80, 15
-PAGE = 10_000
-"""Width of a line on a page, which wraps lines itself."""
 FAR = 1.0
 """A plan that a proof leaves further from the optimum than this share is not called near it."""
 MOST_COMMANDS = 2
@@ -58,31 +68,40 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
     would = _would_hold(found)
-    if load is not None and not load.holds:
+    if found.nearest:
+        yield ALWAYS, f"{_never_kept(found)}{f'; {would}' if would and load and not load.holds else ''}."
+    elif load is not None and not load.holds:
         would = f"; {would}" if would else ""
-        devices = f"{best.num_devices} device{'s' if best.num_devices > 1 else ''}"
-        yield ALWAYS, f"No schedule found on your {devices} holds your load{_where_lost(load, found.bounds)}{would}."
+        yield (
+            ALWAYS,
+            f"No schedule found on your {_devices(best)} holds your load{_where_lost(load, found.bounds)}{would}.",
+        )
     yield from ((ALWAYS, text) for text in _answer(found, most_commands))
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
         yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
         yield from ((ALWAYS, text) for text in session_lines(sessions))
-    elif found.bounds:
-        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {in_words(best.rate_per_s, 'requests/s')}."
-    else:
+    elif found.bounds and not found.nearest:
+        spare = f", with {100 * found.headroom:.3g}% to spare," if found.headroom else ""
+        lasts = "" if best.simulated_s is None else f" for {span(best.simulated_s)}"
+        rate = in_words(best.rate_per_s, f"requests/s{lasts}")
+        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{spare} up to {rate}."
+    elif not found.bounds:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
-        known = load.but(confidence=None) if found.sizes and not keeps else load
-        if found.now is not None:  # the first line has the number of requests
-            known = known.but(num_requests=None)
+        # the first line has the number of requests
+        known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
         yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost)}."
+    if found.alone_share is not None and load is not None and not load.holds and not would:
+        alone = percent(found.alone_share)
+        yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
     if found.now is not None and found.now.sessions is not None:
         now = found.now.sessions
         finds = f"turn {len(now.reused_by_turn)} finds {100 * now.reused_by_turn[-1]:.0f}%"
         text = f"Yours: {now.rate_per_s:.3g} sessions/s; {finds}, and sessions wait {now.wait_s:.3g} s in all"
         yield ALWAYS, f"{text}."
-    if found.gain is not None:
+    if found.gain is not None and found.gain.then > 0:
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
         yield 7, f"Devices{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
@@ -118,6 +137,16 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         yield 8, f"Warning: {warning}"
 
 
+def _never_kept(found: Recommendation) -> str:
+    nearest = bounds_in_words(found.nearest).partition(" for ")[0]
+    text = f"No schedule found on your {_devices(found.best)} keeps {bounds_in_words(found.bounds)}, at any rate"
+    return f"{text}; the nearest bounds that one keeps: {nearest}"
+
+
+def _devices(offer: Offer) -> str:
+    return f"{offer.num_devices} device{'s' if offer.num_devices > 1 else ''}"
+
+
 def _would_hold(found: Recommendation) -> str:
     """Return how many devices would hold the load as surely as wanted, or ""."""
     offers = {"best": found.best, "rejected": found.rejected, "runner_up": found.runner_up, "steady": found.steady}
@@ -133,8 +162,9 @@ def _would_hold(found: Recommendation) -> str:
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     """Return where a load is not held that is held on average, as the share of all its requests says."""
-    is_enough = load.share_kept is not None and bounds and load.share_kept >= min(bound.quantile for bound in bounds)
-    return " in each window" if is_enough else ""
+    if not load.window or load.share_kept is None or not bounds:
+        return ""
+    return " in each window" if load.share_kept >= min(bound.quantile for bound in bounds) else ""
 
 
 def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -160,11 +190,6 @@ def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterat
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
     yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
     yield from _commands(best, most_commands)
-
-
-def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
-    """Return a rate of turns as one of sessions."""
-    return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
 
 
 CLEAR_GAIN = 0.05
@@ -204,38 +229,13 @@ def session_lines(found: SessionEstimate) -> Iterator[str]:
         yield f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
-def load_in_words(load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False) -> str:
-    """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
-
-    Args:
-        is_kept_said: whether the shares of the log have been stated.
-        is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
-    """
-    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
-    if (is_lost or not load.holds) and load.minute_per_s is not None:
-        text += f", {load.minute_per_s:.3g}/s for a minute"
-    if load.confidence is not None and load.holds:
-        text += f", held in {tenths(load.confidence)}"
-    kept = "" if is_kept_said else kept_in_words(load)
-    what = "" if load.num_requests is None else "the bounds for "
-    return f"{text}; replayed, it keeps {what}{kept}" if kept else text
-
-
-def kept_in_words(load: AtLoad) -> str:
-    """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed."""
-    kept, least = (None if share is None else percent(share) for share in (load.share_kept, load.worst_share_kept))
-    of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
-    parts = [] if kept is None else [f"{kept}{of}"]
-    parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({load.worst_window})"]
-    return ", ".join(parts)
-
-
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start, first = "Next best", found.rejected or found.best
     if first.unverified and not offer.unverified:
         start = "Best that measurements verify"
     elif offer.unverified and not first.unverified:
-        start += _not_verified(offer.unverified)
+        is_higher = offer.rate_per_s.value > first.rate_per_s.value
+        start = f"{'Higher' if is_higher else start}{_not_verified(offer.unverified)}"
     gain = found.runner_up_gain
     text = f"{start}: {_in_short(offer, found.best)}"
     if gain is not None and gain.factor is not None:
@@ -283,10 +283,10 @@ def _sizes(sizes: tuple[Sized, ...]) -> str:
 
 def _cluster(each: OfferedCluster) -> str:
     if each.num_devices is None or each.cost_per_hour is None:
-        return f"{each.name} at {each.price_per_device_hour:g} an hour each: {each.why_not}."
+        return f"{each.name} at {each.price_per_device_hour:g} an hour each: {each.why_not.partition(';')[0]}."
     text = f"{each.name}: {each.num_devices} at {each.price_per_device_hour:g} = {each.cost_per_hour:.4g} an hour"
     text += "" if each.confidence is None else f", in {tenths(each.confidence)}"
-    text += _not_verified(each.unverified)
+    text += " (not verified)" if each.unverified else ""
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
 
 
@@ -336,6 +336,8 @@ def _in_short(offer: Offer, beside: Offer) -> str:
     name += f" with {offer.settings.partition(', [')[0]}" if offer.name == beside.name else ""
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
     devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices else ""
+    if not offer.rate_per_s.value:
+        return f"{name}{devices}{scheduler}:"
     rate = f"{offer.rate_per_s.value:.3g}" if offer.sessions is None else f"{offer.sessions.rate_per_s:.3g} sessions"
     return f"{name}{devices}{scheduler}: {rate}/s"
 
@@ -359,46 +361,9 @@ def gain_in_words(found: Recommendation) -> str:
     if gain.factor.value < 1 and other is None:
         start = start.replace("Gain", "Rate", 1)
     if gain.per_device is None:
-        return f"{start}: {gain.factor.value:.2f} times{_likely(gain.factor)}: {rates}"
-    each = f"per device {gain.per_device.value:.2f}{_likely(gain.per_device)}"
+        return f"{start}: {gain.factor.value:.2f} times{likely_in_words(gain.factor)}: {rates}"
+    each = f"per device {gain.per_device.value:.2f}{likely_in_words(gain.per_device)}"
     return f"{start}: {gain.factor.value:.2f} times ({rates}), {each}"
-
-
-def _likely(factor: Ranged) -> str:
-    if factor.low is None:
-        return ""
-    return f" (at least {factor.low:.2f})" if factor.high is None else f" ({factor.low:.2f} to {factor.high:.2f})"
-
-
-def in_words(figure: Ranged, unit: str) -> str:
-    text = f"{figure.value:.3g} {unit}"
-    if figure.low is None or figure.high is None:
-        return text
-    return f"{text} ({range_in_words(figure.low, figure.high, start='likely ')})"
-
-
-USEFUL = 30.0
-"""A range whose ends differ by a larger factor helps no decision."""
-
-
-def range_in_words(low: float, high: float, unit: str = "", start: str = "") -> str:
-    if low <= 0:
-        return f"{f'{start}at most {high:.3g} {unit}'.rstrip()}; in the worst case none"
-    return f"{start}{low:.3g} to {high:.3g} {unit}".rstrip() if high <= USEFUL * low else "too uncertain for a range"
-
-
-def bounds_in_words(bounds: tuple[BoundKept, ...]) -> str:
-    """Return bounds as in "TTFT within 2 s and TPOT within 100 ms for 99% of requests"."""
-    names = [f"{bound.name} within {seconds(bound.bound_s)}" for bound in bounds]
-    shares = {bound.quantile for bound in bounds}
-    if len(shares) == 1:
-        return f"{' and '.join(names)} for {100 * shares.pop():g}% of requests"
-    return " and ".join(f"{name} for {100 * bound.quantile:g}%" for name, bound in zip(names, bounds, strict=True))
-
-
-def seconds(value: float) -> str:
-    """Return a duration as in 200 ms or 2 s."""
-    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
 
 
 def cards(found: Recommendation) -> list[dict[str, str]]:
@@ -426,44 +391,3 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     if found.limit_per_s is not None:
         shown.append(("requests/s, proven upper bound with these step times", f"{found.limit_per_s:.3g}"))
     return [{"label": label, "value": value} for label, value in shown]
-
-
-def tenths(share: float) -> str:
-    """Return a probability as in "9 of 10 cases". It never says certain."""
-    if share >= 0.985:
-        return "99 of 100 cases"
-    if share >= 0.945:
-        return "19 of 20 cases"
-    return "hardly any case" if share < 0.05 else f"{max(1, min(9, int(10 * share + 1e-9)))} of 10 cases"
-
-
-def percent(share: float) -> str:
-    """Return a share as in 99.98%. "all" means all."""
-    return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
-
-
-def wrapped(text: str, width: int = WIDTH) -> list[str]:
-    """Return a text in lines of at most `width` characters. A command continues with a backslash."""
-    if "\n" in text:
-        return [line for part in text.split("\n") for line in wrapped(part, width)]
-    if not text.startswith("$ "):
-        return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-    found, line = [], ""
-    for word in _words(text[2:]):
-        if line and len(line) + 1 + len(word) > width - 4:
-            found.append(f"  {line} \\")
-            line = f"  {word}"
-        else:
-            line = f"{line} {word}" if line else word
-    return [*found, f"  {line}"]
-
-
-def _words(command: str) -> list[str]:
-    found: list[str] = []
-    for word in shlex.split(command):
-        quoted = word if word == "&&" or word.startswith("CUDA_") else shlex.quote(word)
-        if found and not word.startswith("-") and found[-1].startswith("--") and " " not in found[-1]:
-            found[-1] += f" {quoted}"
-        else:
-            found.append(quoted)
-    return found

@@ -26,7 +26,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.schema import ClusterSpec, Plan
 from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.plan import rate_of
-from xgpt.deciding import words
+from xgpt.deciding import phrases, words
 from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
@@ -200,7 +200,7 @@ def settled(planned: Planned) -> Part:
         **table(rated),
         **outline_of(best),
         "words": [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"],
-        "said": words.lines(planned.recommendation, words.PAGE),
+        "said": words.lines(planned.recommendation, phrases.PAGE),
         "cards": words.cards(planned.recommendation),
         "bounded": _bounded(planned),
         "plan": dump_json(best),

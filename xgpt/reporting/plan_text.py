@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
 from xgpt.core.schema.policy import POLICY_GROUPS
-from xgpt.deciding.words import range_in_words
+from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -239,7 +239,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
         "analytic": "the usual error of predictions from a datasheet",
     }
     return [
-        f"headroom: the plan keeps the bounds even if every step takes {100 * headroom:.0f}% longer than predicted "
+        f"headroom: the plan keeps the bounds even if all times are {100 * headroom:.0f}% longer than predicted "
         f"(about {errors[source]}; --headroom sets another share)"
     ]
 

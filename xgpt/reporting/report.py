@@ -12,7 +12,7 @@ from xgpt.core.schema import Constraint, Histogram, Plan, Profile, Recommendatio
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
 from xgpt.core.workload import ArrivalProcess
-from xgpt.deciding import words
+from xgpt.deciding import phrases, words
 from xgpt.deciding.recommend import BOUNDED, recommend, times_at
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
@@ -62,11 +62,11 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         "report.html",
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
         subject=(
-            f"{plan.dtype}, {plan.cluster.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
-            f"{words.bounds_in_words(told.bounds) if told.bounds else 'no bounds'}"
+            f"{plan.dtype}, {plan.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
+            f"{phrases.bounds_in_words(told.bounds) if told.bounds else 'no bounds'}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
-        recommendation=words.lines(told, words.PAGE),
+        recommendation=words.lines(told, phrases.PAGE),
         cards=words.cards(told),
         warnings=plan.estimate.warnings,
         figures=_figures(full, measured),
@@ -116,7 +116,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
         name: str, predicted: float | None, simulated: float | None, bound: float | None = None, field: str = ""
     ) -> dict[str, str]:
         least, most = e.ranges.get(field, (None, None))
-        range_ = "-" if least is None or most is None else words.range_in_words(least, most)
+        range_ = "-" if least is None or most is None else phrases.range_in_words(least, most)
         found = {"predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
         return {"name": name, "range": range_} | found
 
@@ -228,7 +228,7 @@ def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
             points[bound.name].append((share * most, quantile_of(times, bound.quantile) / bound.bound_s))
     lines = [
         charts.Series(
-            f"{bound.name} {_ordinal(bound.quantile)}, of {words.seconds(bound.bound_s)}",
+            f"{bound.name} {_ordinal(bound.quantile)}, of {phrases.seconds(bound.bound_s)}",
             *zip(*points[bound.name], strict=True),
         )
         for bound in told.bounds

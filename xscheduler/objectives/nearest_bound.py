@@ -50,12 +50,14 @@ def never_kept(
     can_be = "bounds that can be kept together are" if len(nearest) > 1 else "bound that can be kept is"
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
-    return InfeasibleError(
+    refusal = InfeasibleError(
         f"{binding}: {where}, at any arrival rate; the nearest {can_be} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
         reason=f"no schedule keeps the bounds at any rate; the nearest {can_be} {_said(nearest)}",
     )
+    refusal.nearest = dict(nearest)
+    return refusal
 
 
 def _said(bounds: Mapping[str, float]) -> str:
@@ -64,13 +66,15 @@ def _said(bounds: Mapping[str, float]) -> str:
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
     problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
-    return InfeasibleError(
+    error = InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
         f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
         f"waiting included; the best one keeps them up to {highest:.4g} requests/s: take more devices or a lower rate",
         binding="arrival_rate_per_s",
         reason=f"{num_devices} devices keep the bounds only up to {highest:.3g} requests/s",
     )
+    error.nearest = {"arrival_rate_per_s": None}
+    return error
 
 
 def never_kept_closed(scheduler: Scheduler, kinds: Sequence[str]) -> InfeasibleError:

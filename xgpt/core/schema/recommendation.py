@@ -99,6 +99,8 @@ class Offer(Frozen):
     """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
     rate_per_s: Ranged
     """Highest arrival rate within the bounds or, without bounds, the saturated throughput."""
+    simulated_s: float | None = Field(default=None, exclude_if=lambda found: found is None)
+    """If the rate is near saturation, so that queues may still grow: seconds of it that were simulated."""
     sessions: SessionEstimate | None = Field(default=None, exclude_if=lambda found: found is None)
     """The sessions at this rate, or None if requests are independent."""
     at_load: AtLoad | None = None
@@ -180,6 +182,10 @@ class Recommendation(Frozen):
     """Name of the request lengths."""
     bounds: tuple[BoundKept, ...] = ()
     """The user's bounds with the margins of the recommended candidate. Empty means that there are none."""
+    nearest: tuple[BoundKept, ...] = Field(default=(), exclude_if=lambda found: not found)
+    """If no schedule keeps the bounds at any rate: the nearest ones that a schedule keeps, all together."""
+    headroom: float = 0.0
+    """Share of the bounds that `rate_per_s` leaves to spare: at this rate, times may be longer by so much."""
     best: Offer
     """What to run. With action "keep", the present deployment."""
     now: Offer | None = None
@@ -210,6 +216,10 @@ class Recommendation(Frozen):
     """
     would_hold_confidence: float | None = None
     """Probability that this number holds the load: the wanted one, unless no number reaches it. None: not known."""
+    alone_share: float | None = Field(default=None, exclude_if=lambda found: found is None)
+    """If no schedule keeps the bounds: the share of the log's requests that keep them if none waits for another, on any
+    number of devices. None: not known.
+    """
     would_hold_of: Copied = "best"
     """Of which candidate `would_hold` counts copies: of the one that takes fewest devices."""
     clusters: tuple[OfferedCluster, ...] = ()

@@ -42,6 +42,7 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     is_kept = np.random.default_rng(0).random(20_000) < 0.992
     assert (load.kept(is_kept).worst_share or 1) < 0.985 and load.kept(is_kept).holds(0.99), "chance is no verdict"
     assert sum(share is not None for share in kept.by_window) >= 90
+    assert load.kept(np.zeros(20_000, bool)).worst == load.busiest, "of equal windows, the night was worst"
 
 
 @pytest.mark.parametrize(("rate", "outputs"), [(2.0, 1.0), (1.3, 1.6), (0.5, 1.0)])

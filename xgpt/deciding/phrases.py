@@ -1,0 +1,129 @@
+"""Write figures in words: shares, rates with their ranges, bounds, loads, and lines of a width."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+
+from xgpt.core.schema import Ranged
+from xgpt.core.schema.estimate import SessionEstimate
+from xgpt.core.schema.recommendation import AtLoad, BoundKept
+
+WIDTH, MOST_LINES = 80, 15
+PAGE = 10_000
+"""Width of a line on a page, which wraps lines itself."""
+
+
+def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
+    """Return a rate of turns as one of sessions."""
+    return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
+
+
+def load_in_words(load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False) -> str:
+    """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
+
+    Args:
+        is_kept_said: whether the shares of the log have been stated.
+        is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
+    """
+    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
+    if (is_lost or not load.holds) and load.minute_per_s is not None:
+        text += f", {load.minute_per_s:.3g}/s for a minute"
+    if load.confidence is not None and load.holds:
+        text += f", held in {tenths(load.confidence)}"
+    kept = "" if is_kept_said else kept_in_words(load)
+    what = "" if load.num_requests is None else "the bounds for "
+    where = "" if load.window else " at its own rate"
+    return f"{text}; replayed{where}, it keeps {what}{kept}" if kept else text
+
+
+def kept_in_words(load: AtLoad) -> str:
+    """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed."""
+    kept, least = (None if share is None else percent(share) for share in (load.share_kept, load.worst_share_kept))
+    of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
+    parts = [] if kept is None else [f"{kept}{of}"]
+    parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({load.worst_window})"]
+    return ", ".join(parts)
+
+
+def likely_in_words(factor: Ranged) -> str:
+    if factor.low is None:
+        return ""
+    return f" (at least {factor.low:.2f})" if factor.high is None else f" ({factor.low:.2f} to {factor.high:.2f})"
+
+
+def in_words(figure: Ranged, unit: str) -> str:
+    text = f"{figure.value:.3g} {unit}"
+    if figure.low is None or figure.high is None:
+        return text
+    return f"{text} ({range_in_words(figure.low, figure.high, start='likely ')})"
+
+
+USEFUL = 30.0
+"""A range whose ends differ by a larger factor helps no decision."""
+
+
+def range_in_words(low: float, high: float, unit: str = "", start: str = "") -> str:
+    if low <= 0:
+        return f"{f'{start}at most {high:.3g} {unit}'.rstrip()}; in the worst case none"
+    return f"{start}{low:.3g} to {high:.3g} {unit}".rstrip() if high <= USEFUL * low else "too uncertain for a range"
+
+
+def bounds_in_words(bounds: tuple[BoundKept, ...]) -> str:
+    """Return bounds as in "TTFT within 2 s and TPOT within 100 ms for 99% of requests"."""
+    names = [f"{bound.name} within {seconds(bound.bound_s)}" for bound in bounds]
+    shares = {bound.quantile for bound in bounds}
+    if len(shares) == 1:
+        return f"{' and '.join(names)} for {100 * shares.pop():g}% of requests"
+    return " and ".join(f"{name} for {100 * bound.quantile:g}%" for name, bound in zip(names, bounds, strict=True))
+
+
+def seconds(value: float) -> str:
+    """Return a duration as in 200 ms or 2 s."""
+    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+def span(value_s: float) -> str:
+    """Return a time as in 40 s or 3 minutes."""
+    return f"{value_s:.0f} s" if value_s < 100 else f"{value_s / 60:.0f} minutes"
+
+
+def tenths(share: float) -> str:
+    """Return a probability as in "9 of 10 cases". It never says certain."""
+    if share >= 0.985:
+        return "99 of 100 cases"
+    if share >= 0.945:
+        return "19 of 20 cases"
+    return "hardly any case" if share < 0.05 else f"{max(1, min(9, int(10 * share + 1e-9)))} of 10 cases"
+
+
+def percent(share: float) -> str:
+    """Return a share as in 99.98%. "all" means all."""
+    return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
+
+
+def wrapped(text: str, width: int = WIDTH) -> list[str]:
+    """Return a text in lines of at most `width` characters. A command continues with a backslash."""
+    if "\n" in text:
+        return [line for part in text.split("\n") for line in wrapped(part, width)]
+    if not text.startswith("$ "):
+        return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    found, line = [], ""
+    for word in _words(text[2:]):
+        if line and len(line) + 1 + len(word) > width - 4:
+            found.append(f"  {line} \\")
+            line = f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    return [*found, f"  {line}"]
+
+
+def _words(command: str) -> list[str]:
+    found: list[str] = []
+    for word in shlex.split(command):
+        quoted = word if word == "&&" or word.startswith("CUDA_") else shlex.quote(word)
+        if found and not word.startswith("-") and found[-1].startswith("--") and " " not in found[-1]:
+            found[-1] += f" {quoted}"
+        else:
+            found.append(quoted)
+    return found
