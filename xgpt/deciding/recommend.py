@@ -289,7 +289,7 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
 
 
 def _decide(
-    first: Offer, now: Offer | None, gain: Gain | None, least_gain: float, most_devices: int
+    first: Offer, now: Offer | None, gain: Gain | None, least_gain: float = LEAST_GAIN, most_devices: int = 0
 ) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None:
