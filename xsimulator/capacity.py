@@ -21,13 +21,17 @@ from xgpt.core.workload import Ints, gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, KeptBounds, Run, Stream
-from xsimulator.counts.counted_run import counted_run
+from xsimulator.counts.counted_run import counted_run, is_counted
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes, quantile_of
 from xsimulator.session_rate import PRECISION, SessionTrial, session_capacity
 
 LEAST_REQUESTS = 2000
+LASTING_REQUESTS = 8 * LEAST_REQUESTS
+"""The rate that a plan states is kept by so many requests, where counts simulate them. Near saturation, a queue grows
+over more than `LEAST_REQUESTS`, which suffice to compare plans.
+"""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
 """At saturation, requests are measured for at least this number of spans, after a warm-up of one span. A span is the
@@ -210,12 +214,12 @@ class CapacitySearch:
         most: float | None = None,
         least_requests: int = LEAST_REQUESTS,
     ) -> None:
-        self.plan = plan
+        self.plan, self._profile = plan, profile
         self.precision = PRECISION
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
+        self._given = most
         self._promised = plan.estimate.throughput_rps if most is None else most
-        self._is_given = most is not None
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
         """For rates that keep the bounds: the quantile of the time from arrival to the last token, and the share of
         requests within the bounds.
@@ -233,8 +237,25 @@ class CapacitySearch:
         """Return the excess at a rate, headroom included, or infinite if it exceeds `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
+    def lasting(self) -> CapacitySearch:
+        """Return a search for the rate that `LASTING_REQUESTS` keep. It is this search if its rate is to be coarse or
+        counts do not simulate the plan.
+        """
+        has_enough = self.precision > PRECISION or self._trial.num_requests >= LASTING_REQUESTS
+        if has_enough or not self.rate or not is_counted(self.plan):
+            return self
+        how = {"seed": self._seed, "most": self._given, "least_requests": LASTING_REQUESTS}
+        search = CapacitySearch(self.plan, self._profile, self.rate, **how)
+        search.precision = self.precision
+        return search
+
     def found(self, *, edges: bool = True) -> Capacity:
-        rate, edges = self.rate, edges and not _follows_bounds(self.plan)
+        """Return the highest rate. `closed_form_per_s` is the rate with which the search began."""
+        search = self.lasting()
+        return search._found(self.predicted, edges=edges and not _follows_bounds(self.plan))
+
+    def _found(self, predicted: float | None, *, edges: bool) -> Capacity:
+        rate = self.rate
         whole_s, share_kept = self._seen[rate]
         tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))
         return Capacity(
@@ -243,7 +264,7 @@ class CapacitySearch:
             rate_under_looser_per_s=None if looser is None else max(looser, rate),
             whole_s=whole_s,
             share_kept=share_kept,
-            closed_form_per_s=self.predicted,
+            closed_form_per_s=predicted,
             num_requests=self._trial.num_requests,
             warm_up_requests=self._trial.num_warm_up,
             seed=self._seed,
@@ -263,7 +284,7 @@ class CapacitySearch:
     @cached_property
     def _saturation(self) -> float:
         """The rate above which the queue grows. Bounds that a run keeps there would be broken in a longer run."""
-        return inf if self._trial.is_far or self._is_given else self._trial.saturated()
+        return inf if self._trial.is_far or self._given is not None else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
         known = self._excess.get(rate)
@@ -320,7 +341,7 @@ def rates_of_draws(
     for seed in seeds:
         search = CapacitySearch(plan, profile, predicted, seed=seed, **how)
         search.precision = precision
-        rates.append(search.rate)
+        rates.append(search.lasting().rate)
     return np.array(rates)
 
 

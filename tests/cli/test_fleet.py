@@ -51,7 +51,7 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     assert fleet.least_cost <= fleet.planned.cost < 0.8 * fleet.constant.figures.cost
     assert len(fleet.lengths) == 2  # code is not conversation
     assert len({kind.name.partition("/")[0] for kind in fleet.kinds}) == 2
-    assert "the cheapest constant fleet costs" in ran.out
+    assert "the cheapest constant fleet of them costs" in ran.out
     assert xgpt("report", "fleet.json", "-o", "day.html").code == 0
     page = Path("day.html").read_text()
     assert "constant: " in page and page.count("<img ") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
@@ -20,7 +20,7 @@ from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""A larger replica is considered only if it serves more requests per device by this factor."""
+"""A larger replica is considered only if it serves more requests, by this factor, than smaller ones on its devices."""
 MOST_SIMULATED = 2
 NEAR = 0.94
 """A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
@@ -54,41 +54,35 @@ def candidates(
         InfeasibleError: no plan on the devices of one node keeps the bounds.
     """
     found: list[Candidate] = []
-    best_rate, why = 0.0, None
-    for size in _sizes(problem):
+    why = None
+    rates: dict[int, float] = {}
+    together = [0.0]  # the highest rate that replicas found so far serve on so many devices
+    most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
+    for size in range(1, most + 1):
+        together.append(max((rate + together[size - used] for used, rate in rates.items()), default=0.0))
         try:
-            plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, best_rate)
+            plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, WORTH * together[size])
         except InfeasibleError as error:
-            plan, why = None, why if error.binding in Bounds._fields else error
-        a_device = 0.0 if plan is None else _rate(plan) / plan.devices_per_replica
-        if plan is not None and a_device > WORTH * best_rate:
-            best_rate = a_device
+            why = why if error.binding in Bounds._fields else error
+            continue
+        if plan is not None:
+            rates[plan.devices_per_replica] = _rate(plan)
+            together[size] = _rate(plan)
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
-        elif found:
-            break  # if twice as many devices gain nothing, more devices gain nothing either
     if not found:
         raise why or _never_kept(problem)
     return found
 
 
-def _sizes(problem: Problem) -> Iterator[int]:
-    most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
-    yield most
-
-
-def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
+def _best_plan(problem: Problem, policy: PolicyChoice, least_rate: float) -> Plan | None:
     found = best_of_each(scheduler(problem), kinds_of(problem, policy), is_closed=True)
     rated = [(one.draft, one.closed_rate or 0.0) for one in found.values()]
-    if rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
+    if rated[0][1] / NEAR < least_rate:
         return None
     near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
     plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
     best = max(plans, key=_rate).but(pinned=Pinned(policy=policy, fixed=dict(problem.fixed)))
-    return best.proven(CLOSED_FORMS) if _rate(best) > 0 else None
+    return best.proven(CLOSED_FORMS) if _rate(best) > least_rate else None
 
 
 def _rate(plan: PlanDraft) -> float:

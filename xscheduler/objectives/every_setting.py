@@ -7,7 +7,7 @@ bounds:
 
 - A setting whose saturated throughput on the lower tables is below the rate cannot sustain it.
 - A setting is refuted if more than `LENIENT` times the allowed share of requests are late in a short run, or more than
-  the allowed share in a run of `MANY_REQUESTS`. At higher rates it stays refuted.
+  the allowed share in a run of `LASTING_REQUESTS`. At higher rates it stays refuted.
 - Settings that differ in one limit only are run from the smallest. Once each request ends when it ends under the
   largest, the limit has had no effect, and those in between need no run. The same holds for whole rows of settings.
 
@@ -35,12 +35,11 @@ from xscheduler.box_bounds import SLACK
 from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Array, Evaluation, Space
-from xsimulator.capacity import LEAST_REQUESTS, PRECISION, SEED, Trial, rates_of_draws
+from xsimulator.capacity import LASTING_REQUESTS, LEAST_REQUESTS, PRECISION, SEED, Trial, rates_of_draws
 from xsimulator.counts.arrivals import Stream
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
 
-MANY_REQUESTS = 8 * LEAST_REQUESTS
 LENIENT = 3.0
 DRAWS, SURE = 8, 0.977
 STEP = 1.015
@@ -128,7 +127,7 @@ class EverySetting:
 
     @cached_property
     def _long(self) -> Trial:
-        return Trial(self._best, self._scheduler.problem.profile, least_requests=MANY_REQUESTS)
+        return Trial(self._best, self._scheduler.problem.profile, least_requests=LASTING_REQUESTS)
 
     @cached_property
     def _allowed(self) -> float:
@@ -137,7 +136,7 @@ class EverySetting:
 
         def rates_of(plan: PlanDraft) -> Array:
             draws = range(SEED, SEED + DRAWS)
-            return rates_of_draws(plan, profile, self._rate, draws, PRECISION / 4, least_requests=MANY_REQUESTS)
+            return rates_of_draws(plan, profile, self._rate, draws, PRECISION / 4, least_requests=LASTING_REQUESTS)
 
         rates = rates_of(self._best)
         others = rates if self._last is None else rates_of(self._last)
@@ -201,7 +200,7 @@ class EverySetting:
             raise _TooManyError
         keeps, run = short.of(plan).run(streams[0], self._slack, LENIENT)
         if keeps:
-            self._runs_left -= MANY_REQUESTS // LEAST_REQUESTS
+            self._runs_left -= LASTING_REQUESTS // LEAST_REQUESTS
             keeps, run = long.of(plan).run(streams[1], self._slack)
         return _Outcome(keeps, np.asarray(run.end_ns).tobytes())
 

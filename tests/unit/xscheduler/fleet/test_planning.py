@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
 from xscheduler.fleet import planning
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.replica_counts import FleetProblem, solve_fleet
+from xscheduler.fleet.replica_kinds import WORTH, candidates
 from xsimulator.fleet import Requests
 
 
@@ -55,3 +58,19 @@ def test_the_factor_is_the_highest_of_those_that_come_to_the_fewest_replicas(
 def test_a_share_that_no_factor_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfeasibleError, match=r"only 50\.00% of the requests keep the bounds"):
         settled(monkeypatch, 10**6)
+
+
+@pytest.mark.long
+def test_a_replica_has_as_many_devices_as_serve_more_than_smaller_ones_together() -> None:
+    """Six devices as three stages of two serve more than replicas of two and four: powers of two missed them."""
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "engine": "vllm"}
+    bounds = {"latency_bound_s": None, "ttft_s": 2.0, "tpot_s": 0.06, "quantile": 0.9}
+    problem = resolve(plan_request(**asked, **bounds)).problem
+    found = candidates(problem, "auto", [problem.workload], 60.0)
+    rates = {one.kind.num_devices: one.kind.rates_per_s[0] for one in found}
+    assert 6 in rates
+    together = [0.0]
+    for size in range(1, 9):
+        if size in rates:
+            assert rates[size] > WORTH * max((together[n] + together[size - n] for n in range(1, size)), default=0.0)
+        together.append(max(rates.get(n, 0.0) + together[size - n] for n in range(1, size + 1)))
