@@ -501,8 +501,8 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
         f"requests keep the bounds{IN_EACH[fleet.slo_window]}"
     )
     yield (
-        f"proof: even a fleet of these replicas that knew the whole day in advance would cost at most {gap:.2f}% less; if starting and "
-        f"stopping replicas took no time and cost nothing, a fleet would still cost {fleet.least_cost:.4g}"
+        f"proof: even a fleet of these replicas that knew the whole day in advance would cost at most {gap:.2f}% less; "
+        f"if starting and stopping them took no time and cost nothing, it would still cost {fleet.least_cost:.4g}"
         + ("" if fleet.is_priced else " device-hours")
     )
     yield f"the cheapest constant fleet of them costs {100 * over:.0f}% more"

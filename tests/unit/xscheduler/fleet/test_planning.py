@@ -65,7 +65,7 @@ def test_a_replica_has_as_many_devices_as_serve_more_than_smaller_ones_together(
     """Six devices as three stages of two serve more than replicas of two and four: powers of two missed them."""
     asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "engine": "vllm"}
     bounds = {"latency_bound_s": None, "ttft_s": 2.0, "tpot_s": 0.06, "quantile": 0.9}
-    problem = resolve(plan_request(**asked, **bounds)).problem
+    problem = resolve(plan_request(**asked, **bounds))
     found = candidates(problem, "auto", [problem.workload], 60.0)
     rates = {one.kind.num_devices: one.kind.rates_per_s[0] for one in found}
     assert 6 in rates
