@@ -244,8 +244,9 @@ class CapacitySearch:
         has_enough = self.precision > PRECISION or self._trial.num_requests >= LASTING_REQUESTS
         if has_enough or not self.rate or not is_counted(self.plan):
             return self
-        how = {"seed": self._seed, "most": self._given, "least_requests": LASTING_REQUESTS}
-        search = CapacitySearch(self.plan, self._profile, self.rate, **how)
+        search = CapacitySearch(
+            self.plan, self._profile, self.rate, seed=self._seed, most=self._given, least_requests=LASTING_REQUESTS
+        )
         search.precision = self.precision
         return search
 
