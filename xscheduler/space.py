@@ -207,8 +207,11 @@ class Space:
         return np.minimum(in_memory, self.limits.max_batch * self.placement.microbatches)
 
     def requests_fit(self, performance: Performance) -> Bools:
+        """Return whether memory holds the requests of each point, and the longest request by itself."""
         requests, variance = performance.peak_requests, performance.peak_variance
-        fits = self.request_blocks.fit(requests, variance, self._blocks_beside(performance.peak_tokens))
+        blocks = self._blocks_beside(performance.peak_tokens)
+        longest = ceil((self.lengths.max_whole_input + self.lengths.max_output) / self.limits.block_size)
+        fits = self.request_blocks.fit(requests, variance, blocks) & (longest <= blocks)
         return fits & (requests <= self.limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> Bools:

@@ -28,7 +28,7 @@ class TurnTimes:
 
     Attributes:
         arrived_s, first_s, end_s: times at which a client sends a turn, and gets its first and its last token.
-        cached: number of prompt tokens that were found in the cache.
+        cached: number of prompt tokens that were found in the cache, -1 for a turn that did not begin.
     """
 
     trace: TraceLengths
@@ -72,13 +72,15 @@ class TurnTimes:
 
     @property
     def reused_share(self) -> float:
-        return float(self.cached.sum() / self.trace.input.sum())
+        return self._share_found(self.cached >= 0)
 
     def reused_by_turn(self, most: int = 10) -> list[float]:
         """Return the share of prompt tokens that the first, second, ... turn of sessions finds."""
-        place = places_in_sessions(self.trace)
-        found = [place == i for i in range(most)]
-        return [float(self.cached[each].sum() / self.trace.input[each].sum()) for each in found if each.any()]
+        place, began = places_in_sessions(self.trace), self.cached >= 0
+        return [self._share_found(each) for i in range(most) if (each := began & (place == i)).any()]
+
+    def _share_found(self, turns: npt.NDArray[np.bool_]) -> float:
+        return float(self.cached[turns].sum() / max(1, self.trace.input[turns].sum()))
 
 
 def places_in_sessions(trace: TraceLengths) -> Ints:

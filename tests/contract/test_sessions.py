@@ -25,7 +25,7 @@ from xsimulator.events import replay
 from xsimulator.run import run_requests
 from xsimulator.session_rate import RunLength, SessionTrial, loads_s
 from xsimulator.session_routes import Route, run_routed
-from xsimulator.sessions import counted_turns, logged_turns
+from xsimulator.sessions import TurnTimes, counted_turns, logged_turns
 
 LAW = {
     "turns": {"kind": "uniform", "min": 2, "max": 8},
@@ -234,3 +234,11 @@ def test_what_counts_has_the_work_of_a_steady_state(profile: Profile, forks: dic
     assert (np.bincount(run.trace.turns.session, run.paused_s) > span_s / 4).mean() > 0.2
     counts = (run.arrived_s > span_s / 4) & (run.arrived_s < 3 * span_s / 4)
     assert run.trace.input[counts].sum() == pytest.approx(run.trace.input.sum() / 2, rel=0.03)
+
+
+def test_turns_that_did_not_begin_find_nothing() -> None:
+    """They counted as one token less than none, so that a share could be negative."""
+    trace = TraceLengths(np.array([100, 100, 100]), np.array([1, 1, 1]), None)
+    nothing = np.zeros(3)
+    assert TurnTimes(trace, nothing, nothing, nothing, np.array([0, 50, -1])).reused_share == 0.25
+    assert TurnTimes(trace, nothing, nothing, nothing, np.array([0, 0, -1])).reused_share == 0

@@ -206,7 +206,8 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     for row, plan in zip(rows, plans.values(), strict=True):
         sure = f" (not verified: {', '.join(unsure)})" if (unsure := unverified(plan)) else ""
         below.append(f"{row[0].partition(':')[0]}: {name_of(plan)}: {settings_text(plan)}{sure}")
-    return Fitting("gains from looser bounds", ["bounds", rate, "gain"], rows, below=below)
+    title = f"gains from looser bounds, on {best.num_devices} devices"
+    return Fitting(title, ["bounds", rate, "gain"], rows, below=below)
 
 
 def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Fitting:
@@ -492,7 +493,10 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     kept = f"{share} of {of} keep {bounds_in_words(constraint)}"
     yield f"{plan.model.name}, {fleet.name}: {kept}"
     what = "kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths"
-    yield table(what, *kinds_rows(fleet))
+    columns, rows = kinds_rows(fleet)
+    settings = [f"{name}: {text}" for name, text, *_ in rows]
+    figures = [[name, *others] for name, _, *others in rows]
+    yield Fitting(what, [columns[0], *columns[2:]], figures, ["start s", "cost/1000"], settings)
     yield day_table(fleet)
     yield table("the day's cost", *costs_rows(fleet))
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap

@@ -79,9 +79,8 @@ class Compared:
 
     @property
     def highest(self) -> Plan:
-        """The plan of the highest rate under the given bounds, whether measurements verify its kind or not."""
-        beside = self.planned.beside
-        return max([*self.plans.values(), *([] if beside is None else [beside])], key=rate_of)
+        """The plan of the highest rate under the given bounds, on the devices of the best plan."""
+        return max(self.plans.values(), key=rate_of)
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:

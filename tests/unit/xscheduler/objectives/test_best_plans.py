@@ -6,6 +6,8 @@ import pytest
 
 from tests.rings import few
 from xgpt import api
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Workload
 from xgpt.reporting.plan_text import missing_in_words
 
 # T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
@@ -82,3 +84,14 @@ def test_the_order_of_admission_is_chosen_with_the_plan() -> None:
     assert rates[None] > 1.2 * rates["fcfs"]
     # vLLM's own scheduler admits in order of arrival.
     assert api.plan(**asked, engine="vllm", latency_bound_s=None).admission.order == "fcfs"
+
+
+def test_a_plan_holds_the_longest_request_by_itself():
+    """Otherwise a search on few devices ended with an error about a plan that it had chosen itself."""
+    rare = {"kind": "histogram", "lengths": [2000, 16000], "probabilities": [0.999, 0.001]}
+    workload = Workload.model_validate(
+        {"name": "reasoning", "input": {"kind": "histogram", "lengths": [6000], "probabilities": [1.0]}, "output": rare}
+    )
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "engine": "vllm", "policy": "chunked", "devices": 3}
+    with pytest.raises(InfeasibleError):
+        api.plan(**asked, workload=workload, latency_bound_s=None, ttft_s=2, tpot_s=0.06)
