@@ -99,6 +99,12 @@ class Trial:
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
         self._seed = seed
 
+    @classmethod
+    def of_rate(cls, plan: PlanDraft, profile: Profile) -> Trial:
+        """Return a trial with the requests by which the plan's rate was found."""
+        found = plan.estimate.capacity
+        return cls(plan, profile, least_requests=LEAST_REQUESTS if found is None else found.num_requests)
+
     @cached_property
     def _drawn(self) -> _Drawn:
         total = self.num_requests + 2 * self.num_warm_up  # further requests must follow the last measured ones

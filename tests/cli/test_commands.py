@@ -327,7 +327,7 @@ def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgpt) -> None:
-    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--explain")
+    plan = ("plan", "--latency-bound", "3", *PROBLEM, "--policy", "orca", "--explain")
     served = xgpt(*plan, "-o", "arrivals.json").out
     paper = xgpt(*plan, "--objective", "saturated", "-o", "saturated.json").out
     assert "maximised: the arrival rate (Poisson) within the bounds, waiting included" in served
@@ -339,7 +339,7 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
         assert found is not None and found.rate_under_tighter_per_s is not None
         flat = " ".join(text.split())
         assert f"arrivals: up to {found.rate_per_s:.4g} requests/s" in flat
-        assert "of all requests keep 4 s from arrival to the last token, waiting included" in flat
+        assert "of all requests keep 3 s from arrival to the last token, waiting included" in flat
         assert ("standard deviation of the rate" in flat) == (text == served)
         assert "with 5% tighter bounds" in flat and "limit the rate" not in flat
         assert f"saturated: {each.estimate.throughput_rps:.4g} requests/s" in flat

@@ -213,7 +213,9 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
     assert found.share_kept >= constraint.quantile and found.whole_s <= constraint.latency_bound_s
     assert found.rate_per_s <= plan.estimate.throughput_rps * (1 + 1e-9)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan, "a plan that reads back differently"
-    by_request, trial = (Trial(plan, case.subject.profile, by_request=one) for one in (True, False))
+    by_request, trial = (
+        Trial(plan, case.subject.profile, by_request=one, least_requests=found.num_requests) for one in (True, False)
+    )
     slack = 1 / (1 + constraint.headroom)
     assert (trial.num_requests, trial.num_warm_up) == (found.num_requests, found.warm_up_requests)
     assert by_request.at(found.rate_per_s, slack) is not None, "the stated rate breaks the bound"

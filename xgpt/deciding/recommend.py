@@ -280,7 +280,7 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
     all without pauses. None: not known.
     """
     if plan.workload.sessions is None:
-        times = Trial(plan, profile).at(rate_per_s)
+        times = Trial.of_rate(plan, profile).at(rate_per_s)
         return (None,) * 5 if times is None else (times.whole_s, times.ttft_s, times.gaps_s, None, None)
     trial = SessionTrial(plan, profile)
     run, _, counts = trial.at(rate_per_s / trial.turns)

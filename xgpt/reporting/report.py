@@ -135,7 +135,7 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
         return _in_sessions(plan, profile)
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
-    times = Trial(plan, profile).at(rate) if rate else None
+    times = Trial.of_rate(plan, profile).at(rate) if rate else None
     if times is None:
         return None
     seen = times.figures

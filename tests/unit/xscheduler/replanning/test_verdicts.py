@@ -180,7 +180,7 @@ def test_on_one_device_a_static_batch_may_give_way_to_another_policy() -> None:
 def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smaller_gain() -> None:
     """With the best plan of a slightly tighter bound as the running one: it gains some, and less than 5%."""
     subject, kept = OF, observed(1.0, 1.0)
-    tighter = subject.under(Constraint(latency_bound_s=7.0, objective="arrivals"))
+    tighter = subject.under(Constraint(latency_bound_s=6.5, objective="arrivals"))
     plan = next(iter(plan_each(tighter, "chunked").values()))
     plan = plan.model_copy(update={"constraint": running().constraint})
     before, _ = propose(plan, subject.profile, kept)
