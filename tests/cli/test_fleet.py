@@ -118,7 +118,7 @@ def test_what_no_fleet_keeps_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
     assert "1 and 1 devices cannot serve the peak" in xgpt.fails(
         1, "fleet", *ASKED, "--trace", str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
     )
-    tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "l40sx8", "--latency-bound", "0.05")
-    assert "no replica on one node of l40sx8 keeps 0.05 s" in xgpt.fails(1, *tight)
+    tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "h100x1", "--latency-bound", "0.05")
+    assert "no replica on one node of h100x1 keeps 0.05 s" in xgpt.fails(1, *tight)
     only_ttft = xgpt.fails(1, *tight[:-2], "--ttft", "0.001")
-    assert "--ttft: no replica on one node of l40sx8 keeps 0.001 s at any arrival rate" in only_ttft
+    assert "--ttft: no replica on one node of h100x1 keeps 0.001 s at any arrival rate" in only_ttft

@@ -59,6 +59,8 @@ def candidates(
     together = [0.0]  # the highest rate that replicas found so far serve on so many devices
     most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
     for size in range(1, most + 1):
+        if rates and size > 2 * max(rates):
+            break  # if up to twice as many devices gain nothing, more devices gain nothing either
         together.append(max((rate + together[size - used] for used, rate in rates.items()), default=0.0))
         try:
             plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, WORTH * together[size])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.rings import few
 from xgpt import api
-from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Workload
+from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
+from xgpt.requests import plan_request
+from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.schedule import scheduler
+from xsimulator.run import check_fits
 
 # T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
 SUBJECT = {"model": "t5-11b", "workload": "summarization", "latency_bound_s": 12, "objective": "saturated"}
@@ -88,10 +94,14 @@ def test_the_order_of_admission_is_chosen_with_the_plan() -> None:
 
 def test_a_plan_holds_the_longest_request_by_itself():
     """Otherwise a search on few devices ended with an error about a plan that it had chosen itself."""
-    rare = {"kind": "histogram", "lengths": [2000, 16000], "probabilities": [0.999, 0.001]}
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "engine": "vllm", "devices": 3, "workload": "azure-conv"}
+    problem = resolve(plan_request(**asked, latency_bound_s=None, ttft_s=2.0, tpot_s=0.06))
+    lengths = {"kind": "histogram", "lengths": [2000, 16000], "probabilities": [0.999, 0.001]}
     workload = Workload.model_validate(
-        {"name": "reasoning", "input": {"kind": "histogram", "lengths": [6000], "probabilities": [1.0]}, "output": rare}
+        {"name": "reasoning", "input": {**lengths, "lengths": [2000, 6000]}, "output": lengths}
     )
-    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "engine": "vllm", "policy": "chunked", "devices": 3}
-    with pytest.raises(InfeasibleError):
-        api.plan(**asked, workload=workload, latency_bound_s=None, ttft_s=2, tpot_s=0.06)
+    by = Arrivals(scheduler(replace(problem, workload=workload)))
+    drafts = [draft for kind in ("chunked", "orca") for draft, _ in by.of_kind(kind, 3)]
+    assert drafts
+    for draft in drafts:
+        check_fits(draft, workload)
