@@ -22,7 +22,7 @@ import pytest
 
 from tests.heap import set_heap_aside
 from tests.kernels import compile_all
-from tests.rings import examples, shorten
+from tests.rings import ALL, examples, shorten
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
 
@@ -135,6 +135,16 @@ def _logging_as_it_was() -> Iterator[None]:
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     root.handlers[:] = [h for h in root.handlers if h in handlers]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rates_of_few_requests() -> None:
+    """In the first ring, the rates of plans are those by which a search compares them."""
+    with suppress(ModuleNotFoundError):  # vLLM's environment does without the planner's packages
+        from xsimulator import capacity
+
+        if not ALL:
+            capacity.LASTING_REQUESTS = capacity.LEAST_REQUESTS
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     for search in (capacity.CapacitySearch, capacity.Trial):
         monkeypatch.setitem(search.__init__.__kwdefaults__, "least_requests", 200)  # type: ignore[misc]
     for module, figures in (
-        (capacity, {"LASTING_REQUESTS": 1600, "LEAST_WARM_UP": 16, "LIFETIMES": 1}),
+        (capacity, {"LASTING_REQUESTS": 200, "LEAST_WARM_UP": 16, "LIFETIMES": 1}),
         (saturation, {"LEAST_REQUESTS": 200, "MOST_REQUESTS": 500, "LIFETIMES": 2}),
     ):
         for name, value in figures.items():

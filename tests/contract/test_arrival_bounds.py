@@ -31,7 +31,7 @@ from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.search.branch_and_bound import upper_bound
 from xscheduler.space import Evaluation, Space
 from xsimulator import capacity
-from xsimulator.capacity import LASTING_REQUESTS, CapacitySearch, Trial
+from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.lengths import Lengths
 
@@ -246,7 +246,9 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
     for i in np.unique(np.geomspace(1, space.num_points, 30).astype(int)) - 1:
         plan = by.draft_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
         if plan is not None:
-            rates.append(rate_of_some(with_simulated_figures(plan, subject.profile), subject, LASTING_REQUESTS))
+            rates.append(
+                rate_of_some(with_simulated_figures(plan, subject.profile), subject, capacity.LASTING_REQUESTS)
+            )
     assert len(rates) > 20
     assert max(rates) <= rate_of(best) * (1 + best.search.gap)
     assert rate_of(best) >= max(rates) / 1.02
