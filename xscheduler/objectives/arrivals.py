@@ -322,6 +322,7 @@ class Arrivals(Objective[PlanDraft]):
                 low = middle + 1
             else:
                 search.precision = best.precision
+                search.predicted = closed_rate(self._in_engine(space), search.plan.policy)
                 best, high = search, middle
         return best
 

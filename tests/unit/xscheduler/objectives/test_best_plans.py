@@ -13,6 +13,7 @@ from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
 from xgpt.requests import plan_request
 from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.capacities import predicted_rate
 from xscheduler.schedule import scheduler
 from xsimulator.run import check_fits
 
@@ -105,3 +106,12 @@ def test_a_plan_holds_the_longest_request_by_itself():
     assert drafts
     for draft in drafts:
         check_fits(draft, workload)
+
+
+def test_the_rate_in_closed_form_is_not_the_simulated_one():
+    """Where a smaller batch sustained the simulated rate, this rate stood for both."""
+    asked = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "azure-conv", "policy": "chunked"}
+    request = plan_request(**asked, latency_bound_s=None, ttft_s=0.5, tpot_s=0.05)
+    plan = next(iter(api.solve(**asked, latency_bound_s=None, ttft_s=0.5, tpot_s=0.05).plans.values()))
+    predicted = predicted_rate(plan, resolve(request).profile)
+    assert plan.estimate.capacity.closed_form_per_s == pytest.approx(predicted, rel=1e-6)
