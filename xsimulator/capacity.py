@@ -243,9 +243,10 @@ class CapacitySearch:
         """Return the excess at a rate, headroom included, or infinite if it exceeds `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
+    @cached_property
     def lasting(self) -> CapacitySearch:
-        """Return a search for the rate that `LASTING_REQUESTS` keep. It is this search if its rate is to be coarse or
-        counts do not simulate the plan.
+        """A search for the rate that `LASTING_REQUESTS` keep. It is this search if its rate is to be coarse or counts
+        do not simulate the plan.
         """
         has_enough = self.precision > PRECISION or self._trial.num_requests >= LASTING_REQUESTS
         if has_enough or not self.rate or not is_counted(self.plan):
@@ -258,8 +259,7 @@ class CapacitySearch:
 
     def found(self, *, edges: bool = True) -> Capacity:
         """Return the highest rate. `closed_form_per_s` is the rate with which the search began."""
-        search = self.lasting()
-        return search._found(self.predicted, edges=edges and not _follows_bounds(self.plan))
+        return self.lasting._found(self.predicted, edges=edges and not _follows_bounds(self.plan))
 
     def _found(self, predicted: float | None, *, edges: bool) -> Capacity:
         rate = self.rate
@@ -348,7 +348,7 @@ def rates_of_draws(
     for seed in seeds:
         search = CapacitySearch(plan, profile, predicted, seed=seed, **how)
         search.precision = precision
-        rates.append(search.lasting().rate)
+        rates.append(search.lasting.rate)
     return np.array(rates)
 
 

@@ -118,7 +118,7 @@ class Arrivals(Objective[PlanDraft]):
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
-        rate, asked = best.rate, self.scheduler.problem.constraint.arrival_rate_per_s
+        rate, asked = best.lasting.rate, self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
             raise rate_not_kept(self.scheduler, tuple(ranked), rate)
         if not self._sampled:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.rings import few
 from xgpt import api
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Workload
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
@@ -115,3 +116,12 @@ def test_the_rate_in_closed_form_is_not_the_simulated_one():
     plan = next(iter(api.solve(**asked, latency_bound_s=None, ttft_s=0.5, tpot_s=0.05).plans.values()))
     predicted = predicted_rate(plan, resolve(request).profile)
     assert plan.estimate.capacity.closed_form_per_s == pytest.approx(predicted, rel=1e-6)
+
+
+def test_a_rate_that_lasts_only_for_the_requests_of_a_search_is_refused(monkeypatch):
+    """The search keeps 16.6 requests/s of 2,000, and 15.8 of 16,000: at 16.3, no plan was left, without a word."""
+    monkeypatch.setattr("xsimulator.capacity.LASTING_REQUESTS", 16_000)
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "engine": "vllm"}
+    bounds = {"latency_bound_s": None, "ttft_s": 2, "tpot_s": 0.06, "quantile": 0.9}
+    with pytest.raises(InfeasibleError, match=r"16\.3 requests/s"):
+        api.solve(**asked, **bounds, policy="chunked", arrival_rate_per_s=16.3)
