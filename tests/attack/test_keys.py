@@ -83,7 +83,8 @@ def tokens_of(target: Target) -> dict[str, float]:
 @pytest.mark.parametrize("flavour", [*FLAVOURS, FAKE_VLLM, REAL_VLLM])
 def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """Both keep three times as many requests in flight as there are places; the one with the smaller share asks for
-    twice as long outputs."""
+    twice as long outputs. Outputs are so long that clients keep up beside the engine on two cores.
+    """
     keys = f"alice {ALICE} share=3\nbob {BOB}\n"
     with (
         attacked(flavour, checkpoint, tmp_path, keys=keys, change=batch_of(8)) as target,
@@ -91,13 +92,13 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
     ):
         places = 8 * (2 if flavour == "replicas" else 1)
         with (
-            load(target, 3 * places, ALICE, max_tokens=16) as one,
-            load(target, 3 * places, BOB, max_tokens=32) as other,
+            load(target, 3 * places, ALICE, max_tokens=32) as one,
+            load(target, 3 * places, BOB, max_tokens=64) as other,
         ):
             time.sleep(3)
             before = tokens_of(target)
             served, end_s = {"bob": 0.0}, time.monotonic() + 150
-            while served["bob"] < 6000 and time.monotonic() < end_s:  # those in flight are less than 5% of it
+            while served["bob"] < 9000 and time.monotonic() < end_s:  # those in flight are less than 6% of it
                 time.sleep(1)
                 after = tokens_of(target)
                 served = {name: after[name] - before[name] for name in ("alice", "bob")}

@@ -126,7 +126,7 @@ class Template:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
 

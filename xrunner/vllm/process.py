@@ -110,7 +110,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # Ctrl-C reaches this process, which then ends vLLM
+        process_group=0,  # Ctrl-C reaches this process, which then ends vLLM
     )
     assert process.stdin is not None
     try:

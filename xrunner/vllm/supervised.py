@@ -1,10 +1,11 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM has several processes, and some of them continue if the first one is killed. Here they form one process group,
-which is ended when the command ends or standard input closes. This process ends last. By then the group's memory is
-free, and its CPU time counts towards the process that started this one. Standard input closes when the process that
-started this process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the
-command ends the group (`end_group_on_hangup`).
+which is ended when the command ends or standard input closes. It stays in the front's session: Linux shares cores among
+sessions first, and beside a session of vLLM's the front waited for seconds. This process ends last. By then the group's
+memory is free, and its CPU time counts towards the process that started this one. Standard input closes when the
+process that started this process ends for any reason. If this process itself is killed, the kernel sends the command
+SIGHUP, and the command ends the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main(command: list[str]) -> int:
     """
     adopt_orphans()
     hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=hang_up)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: process.terminate())
     threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()

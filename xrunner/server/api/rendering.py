@@ -33,7 +33,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach only the server, which first lets its requests end
+            process_group=0,  # Ctrl-C must reach only the server, which first lets its requests end
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
