@@ -37,7 +37,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of each field, including fields of base classes. Fields without one are left out."""
-    found: dict[str, str] = {}
+    found = {name: field.description for name, field in model.model_fields.items() if field.description}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:
             found |= _own(base)

@@ -48,7 +48,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.fleet import SloWindow
-from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS, PolicyChoice
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
 
@@ -200,17 +200,18 @@ class ObjectiveAndShares(BoundFields):
     """Share of requests that must keep `tpot_s`, separately from the other bounds."""
 
 
+def _choices_in_words() -> str:
+    each = " ".join(f"{name}: {does}." for name, does in CHOICES.items() if does)
+    others = ", ".join(name for name in CHOICES if name not in {*POLICY_GROUPS, *POLICY_GROUPS["auto"]})
+    groups = f"exegpt: the better of rra and waa. auto: the best of all except {others}."
+    return f'Kind of schedule, in which "encode" means prefill. {each} {groups}'
+
+
 class Policy(RequestBase):
     """The policies to search."""
 
     group: ClassVar[str] = "Search"
-    policy: PolicyChoice = "auto"
-    """Kind of schedule, in which "encode" means prefill. rra: encode a batch of prompts, then run several decode steps,
-    in turn. waa: some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory.
-    chunked: each step decodes the running requests and encodes chunks of waiting prompts. orca: the same with whole
-    prompts. static: a batch runs until all its requests have finished. slack: chunked, but each step encodes as many
-    prompt tokens as the running requests can wait for under `tpot_s`; simulation tunes the rule. exegpt: the better of
-    rra and waa. auto: the best of all except slack."""
+    policy: Annotated[PolicyChoice, Field(description=_choices_in_words())] = "auto"
 
 
 class GrowthFields(RequestBase):

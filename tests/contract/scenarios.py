@@ -8,17 +8,13 @@ import numpy as np
 
 from xgpt.core.policies import OneLane, Pool, as_run_by, lane_settings
 from xgpt.core.schema import (
-    ChunkedSettings,
     Constraint,
     Curve,
     EngineSpec,
     LayerTimes,
     ModelShape,
-    OrcaSettings,
     PolicySettings,
     Profile,
-    RraSettings,
-    StaticSettings,
     Surface,
     Workload,
 )
@@ -26,6 +22,7 @@ from xgpt.core.workload import decoding_share, sample
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xscheduler.problem import Problem
+from xscheduler.space import POLICIES
 from xsimulator.clock import LaneClock
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -96,21 +93,27 @@ def simulate(
     )
 
 
+VARIED = {
+    "encode_batch": ((1, 64), (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)),
+    "decode_iterations": ((1, 60), (1, 2, 3, 5, 8, 13, 21, 34, 55, 79)),
+    "max_batch": ((1, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    "token_budget": ((64, 2048), (32, 64, 128, 256, 512, 1024, 2048, 4096)),
+    "batch": ((4, 128), (1, 2, 4, 8, 16, 32, 64, 128)),
+}
+"""By control variable: between what its random values lie, and the values of a grid."""
+
+
 def random_settings(kind: str, rng: np.random.Generator) -> PolicySettings:
     """Control variables, drawn evenly on a logarithmic scale."""
 
-    def draw(low: int, high: int) -> int:
+    def draw(name: str) -> int:
+        (low, high), _ = VARIED[name]
         return round(low * (high / low) ** rng.random())
 
-    match kind:
-        case "rra":
-            return RraSettings(encode_batch=draw(1, 64), decode_iterations=draw(1, 60))
-        case "orca":
-            return OrcaSettings(max_batch=draw(1, 256))
-        case "chunked":
-            return ChunkedSettings(token_budget=draw(64, 2048), max_batch=draw(1, 256))
-    assert kind == "static"
-    return StaticSettings(batch=draw(4, 128))
+    settings: PolicySettings = POLICIES[kind](
+        **{variable.name: draw(variable.name) for variable in POLICIES[kind].variables}
+    )
+    return settings
 
 
 def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[int, ...] = (1,)) -> Profile:

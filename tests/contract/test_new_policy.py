@@ -7,7 +7,6 @@ up to that batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -19,10 +18,9 @@ from tests.contract.scenarios import problem
 from tests.fakes import FakeExecutor, expected_tokens
 from xgpt.core import policies
 from xgpt.core.io import dump_json
-from xgpt.core.policies import LaneSettings, OneLane, Pool
-from xgpt.core.policies.lane_settings import LANE_SETTINGS
+from xgpt.core.policies import LaneSettings, OneLane, Pool, lane_settings
 from xgpt.core.policies.request import Chunk, MicroBatch
-from xgpt.core.policies.rule import RULE_TYPES, OneLaneRule, rest_of_prompt
+from xgpt.core.policies.rule import RULES, OneLaneRule, rest_of_prompt
 from xgpt.core.schema import Plan, PlanDraft, PolicySettings, Variable
 from xgpt.core.schema.policy import SingleLane
 from xgpt.core.schema.step_log import StepRecord
@@ -50,36 +48,18 @@ class WatermarkSettings(SingleLane):
     refill_percent: int = Field(ge=1, lt=100)
     microbatches: PositiveInt = 1
 
+    mixes: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("max_batch", "rises", "rises", "largest number of running requests"),
         Variable("refill_percent", "none", "none", "percentage of the batch at which prompts enter"),
     )
 
 
-@dataclass(frozen=True)
-class WatermarkLane(LaneSettings):
-    refill_percent: int = 1
-
-    @property
-    def refill_at(self) -> int:
-        assert self.max_batch is not None
-        return self.max_batch * self.refill_percent // 100
-
-
-def watermark(settings: WatermarkSettings, *_: float) -> WatermarkLane:
-    return WatermarkLane(
-        mix=False,
-        max_batch=settings.max_batch,
-        microbatches=settings.microbatches,
-        refill_percent=settings.refill_percent,
-    )
-
-
 class WatermarkRule(OneLaneRule):
-    settings: WatermarkLane
-
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        return batch.num_running <= self.settings.refill_at
+        most, policy = self.settings.max_batch, self.settings.policy
+        assert most is not None and isinstance(policy, WatermarkSettings)
+        return batch.num_running <= most * policy.refill_percent // 100
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         chunks = []
@@ -129,8 +109,7 @@ class WatermarkPlan(Plan):
 @pytest.fixture(scope="module", autouse=True)
 def added() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LANE_SETTINGS, "watermark", watermark)
-        patch.setitem(RULE_TYPES, WatermarkLane, WatermarkRule)
+        patch.setitem(RULES, WatermarkSettings, WatermarkRule)
         patch.setitem(FORECASTS, "watermark", Watermark())
         patch.setattr("xscheduler.plan_builder.PlanDraft", WatermarkDraft)  # stand for the line in the schema's union
         patch.setattr("xgpt.core.schema.plan.PlanDraft", WatermarkDraft)
@@ -164,7 +143,8 @@ def test_a_new_policy_is_planned_simulated_and_replayed(plan: Plan) -> None:
     subject = problem("llama-3.1-8b", "h200x1", "orca")
     assert reestimate(plan, subject.profile, subject.workload, 0.9)["latency"] <= plan.estimate.latency_s
     measured, log = simulate(plan, subject.profile, subject.workload, 300, np.random.default_rng(0))
-    assert prompts_enter_only_at_the_watermark(log, plan.policy.max_batch, watermark(plan.policy).refill_at)
+    most, share = plan.policy.max_batch, plan.policy.refill_percent
+    assert prompts_enter_only_at_the_watermark(log, most, most * share // 100)
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.1)
     assert replay(policies.build(plan), log) == log
 
@@ -193,9 +173,9 @@ def test_it_is_served(plan: Plan) -> None:
 
 def test_a_lane_goes_over_to_the_rule_of_another_policy_only_when_it_is_empty() -> None:
     lane = OneLane(LaneSettings(mix=True, max_batch=8), Pool(100, 16))
-    settings = WatermarkLane(mix=False, max_batch=8, refill_percent=50)
-    assert not lane.apply(OneLane(settings, Pool(100, 16)))
-    assert OneLane(settings, Pool(100, 16)).apply(OneLane(replace(settings, refill_percent=25), Pool(100, 16)))
+    of_it = [lane_settings(WatermarkSettings(max_batch=8, refill_percent=share), 0.0, 0.0) for share in (50, 25)]
+    assert not lane.apply(OneLane(of_it[0], Pool(100, 16)))
+    assert OneLane(of_it[0], Pool(100, 16)).apply(OneLane(of_it[1], Pool(100, 16)))
 
 
 @pytest.mark.parametrize(

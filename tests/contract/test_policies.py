@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.contract.scenarios import one_lane, problem, random_profile, random_settings, simulate
+from tests.contract.scenarios import VARIED, one_lane, problem, random_profile, random_settings, simulate
 from tests.rings import few
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
@@ -25,13 +25,6 @@ NUM_CASES = 25
 LARGEST_BATCH = 300
 
 DIRECTION_TOLERANCE = 0.02
-GRIDS = {
-    "encode_batch": (1, 2, 3, 5, 8, 13, 21, 34, 55, 89),
-    "decode_iterations": (1, 2, 3, 5, 8, 13, 21, 34, 55, 79),
-    "max_batch": (1, 2, 4, 8, 16, 32, 64, 128, 256),
-    "token_budget": (32, 64, 128, 256, 512, 1024, 2048, 4096),
-    "batch": (1, 2, 4, 8, 16, 32, 64, 128),
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +86,7 @@ def test_no_gap_between_tokens_exceeds_a_phase(workload: str) -> None:
 def broken_directions(model: OneLaneModel, kind: str, variables: tuple[Variable, ...]) -> list[str]:
     """Where throughput or latency falls by over 2% from a value to a faster one, or rises to a slower one."""
     broken = []
-    axes = [np.asarray(GRIDS[variable.name]) for variable in variables]
+    axes = [np.asarray(VARIED[variable.name][1]) for variable in variables]
     grids = np.meshgrid(*axes, indexing="ij")
     performance = FORECASTS[kind].evaluate(model, **{v.name: g.ravel() for v, g in zip(variables, grids, strict=True)})
     for axis, variable in enumerate(variables):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
 from tests.unit.test_imports import PACKAGES, ROOT
-from xgpt.core.policies.lane_settings import LANE_SETTINGS
+from xgpt.core.schema import PolicySettings
+from xgpt.core.schema.policy import CHOICES
 from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
@@ -79,4 +81,5 @@ def test_every_policy_has_all_its_parts() -> None:
         names = [variable.name for variable in forecast.settings.variables]
         assert forecast.settings.model_fields["kind"].default == kind
         assert {forecast.line, forecast.load, *forecast.follows} <= set(names)
-        assert len(forecast.settings.lanes) == 2 or kind in LANE_SETTINGS
+    assert CHOICES.keys() >= NAMES
+    assert {forecast.settings for forecast in FORECASTS.values()} == set(get_args(get_args(PolicySettings)[0]))

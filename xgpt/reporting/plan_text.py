@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
-from xgpt.core.schema.policy import POLICY_GROUPS
+from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
@@ -353,10 +353,12 @@ def schedule_in_words(plan: Plan) -> str:
             )
         case "static":
             return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and repeat"
-    return (
-        f"some devices encode {_count(policy.encode_batch, 'request')} at once, and the others decode up to "
-        f"{policy.max_decode_batch}; neither waits for the other"
-    )
+        case "waa":
+            return (
+                f"some devices encode {_count(policy.encode_batch, 'request')} at once, and the others decode up to "
+                f"{policy.max_decode_batch}; neither waits for the other"
+            )
+    return f"{CHOICES[policy.kind]} ({settings_text(plan)})"
 
 
 def limit_in_words(plan: Plan) -> str:

@@ -27,8 +27,6 @@ from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast import CHOICES, TUNED
 
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
-MIXING = ("chunked", "orca")
-"""Policies whose steps may both encode and decode."""
 
 
 def plan_each(
@@ -146,7 +144,8 @@ def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | N
     def finish(plan: PlanDraft) -> PlanDraft:
         return corrected(_admitting(plan, "in-time", problem), problem)
 
-    kinds = [kind for kind in plans if kind in MIXING and is_counted(_admitting(plans[kind].draft, "in-time", problem))]
+    mixing = [kind for kind, found in plans.items() if found.draft.policy.mixes]
+    kinds = [kind for kind in mixing if is_counted(_admitting(plans[kind].draft, "in-time", problem))]
     if not kinds:
         return plans
     with suppress(InfeasibleError):

@@ -87,9 +87,9 @@ def _counted_schedule(plan: PlanDraft) -> policies.OneLane | policies.TwoLane | 
     schedule = policies.build(plan)
     if order == "in-time" and not _counts_in_time(plan, schedule):
         return None
-    if type(schedule) is policies.OneLane and _knows(OneLaneRun.known, LaneSettings, schedule.settings):
+    if type(schedule) is policies.OneLane and _knows(OneLaneRun.known, schedule.settings):
         return schedule
-    if type(schedule) is policies.TwoLane and _knows(TwoLaneRun.known, policies.TwoLaneSettings, schedule.settings):
+    if type(schedule) is policies.TwoLane and _knows(TwoLaneRun.known, schedule.settings):
         return schedule
     return None
 
@@ -101,9 +101,7 @@ def _counts_in_time(plan: PlanDraft, schedule: policies.Schedule) -> bool:
     return settings.mix and not settings.whole_prompts and not settings.batch_wait_steps
 
 
-def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
-    if type(settings) is not type_:
-        return False
+def _knows(known: frozenset[str], settings: Any) -> bool:
     return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))
 
 

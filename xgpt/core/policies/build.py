@@ -16,7 +16,8 @@ from xgpt.core.policies.rule import Rule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.slack import Slack, StepClock
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
-from xgpt.core.schema import Batching, ChunkedSettings, PlanDraft, SingleLaneSettings, Stage, WaaSettings
+from xgpt.core.schema import Batching, ChunkedSettings, PlanDraft, Stage, WaaSettings
+from xgpt.core.schema.policy import SingleLane
 from xgpt.core.workload import decoding_share
 
 
@@ -92,7 +93,7 @@ def _held(plan: PlanDraft, name: str, other: int) -> int:
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
-def settings_of(plan: PlanDraft, policy: SingleLaneSettings) -> LaneSettings:
+def settings_of(plan: PlanDraft, policy: SingleLane) -> LaneSettings:
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
     return replace(
@@ -103,7 +104,7 @@ def settings_of(plan: PlanDraft, policy: SingleLaneSettings) -> LaneSettings:
     )
 
 
-def _slack(plan: PlanDraft, policy: SingleLaneSettings) -> Slack | None:
+def _slack(plan: PlanDraft, policy: SingleLane) -> Slack | None:
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.slack import Slack
-from xgpt.core.schema import ChunkedSettings, EngineSpec, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings
+from xgpt.core.schema import ChunkedSettings, EngineSpec, OrcaSettings, RraSettings, StaticSettings
+from xgpt.core.schema.policy import SingleLane
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class LaneSettings:
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests' next tokens are due, instead of by
             `token_budget` (only with `mix`).
+        policy: the plan's own settings, for all micro-batches together, if their policy has a rule of its own.
     """
 
     mix: bool
@@ -59,6 +59,7 @@ class LaneSettings:
     receive_steps: int = 1
     slack: Slack | None = None
     first_tokens: FirstTokens | None = None
+    policy: SingleLane | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
         count = self.microbatches
@@ -75,9 +76,32 @@ class LaneSettings:
 
 
 def lane_settings(
-    settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
+    settings: SingleLane, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    return LANE_SETTINGS[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
+    match settings:
+        case RraSettings(encode_batch=encode_batch, microbatches=microbatches):
+            return LaneSettings(
+                mix=False,
+                encode_every=settings.decode_iterations,
+                encode_tokens=encode_tokens,
+                carried_batch=max(decode_batch - encode_batch * decoding_share, 0.0),
+                decode_batch=decode_batch,
+                microbatches=microbatches,
+            )
+        case OrcaSettings(max_batch=most, microbatches=microbatches):
+            return LaneSettings(mix=True, max_batch=most, microbatches=microbatches)
+        case ChunkedSettings(token_budget=budget, max_batch=most, microbatches=microbatches):
+            return LaneSettings(mix=True, token_budget=budget, max_batch=most, microbatches=microbatches)
+        case StaticSettings(encode_microbatches=encode_parts, decode_microbatches=microbatches):
+            return LaneSettings(
+                mix=False,
+                max_batch=settings.batch,
+                refill_when_empty=True,
+                microbatches=microbatches,
+                encode_parts=encode_parts // microbatches,
+            )
+    names = ("max_batch", "microbatches")
+    return LaneSettings(settings.mixes, policy=settings, **{name: getattr(settings, name) for name in names})
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
@@ -101,42 +125,3 @@ def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int
         batch_wait_tokens=engine.batch_wait_tokens,
         receive_steps=engine.receive_steps,
     )
-
-
-def _rra(settings: RraSettings, encode_tokens: float, decode_batch: float, decoding_share: float) -> LaneSettings:
-    return LaneSettings(
-        mix=False,
-        encode_every=settings.decode_iterations,
-        encode_tokens=encode_tokens,
-        carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
-        decode_batch=decode_batch,
-        microbatches=settings.microbatches,
-    )
-
-
-def _orca(settings: OrcaSettings, *_: float) -> LaneSettings:
-    return LaneSettings(mix=True, max_batch=settings.max_batch, microbatches=settings.microbatches)
-
-
-def _chunked(settings: ChunkedSettings, *_: float) -> LaneSettings:
-    return LaneSettings(
-        mix=True, token_budget=settings.token_budget, max_batch=settings.max_batch, microbatches=settings.microbatches
-    )
-
-
-def _static(settings: StaticSettings, *_: float) -> LaneSettings:
-    return LaneSettings(
-        mix=False,
-        max_batch=settings.batch,
-        refill_when_empty=True,
-        microbatches=settings.decode_microbatches,
-        encode_parts=settings.encode_microbatches // settings.decode_microbatches,
-    )
-
-
-LANE_SETTINGS: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
-    "rra": _rra,
-    "orca": _orca,
-    "chunked": _chunked,
-    "static": _static,
-}

@@ -29,6 +29,7 @@ from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.core.policies.slack import PromptRoom, Slack, TimeRoom, TokenRoom
+from xgpt.core.schema.policy import SingleLane
 
 ADJUSTMENT = 0.1
 """If the decode batch deviates from its mean by more than this share, the encode batch is changed by this share.
@@ -291,16 +292,14 @@ class Rule(OneLaneRule):
         return rule
 
 
-RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
-"""By type of settings: the type of the rule. A policy whose steps `LaneSettings` cannot describe adds a subclass of
-`LaneSettings` and a subclass of `OneLaneRule`.
-"""
+RULES: dict[type[SingleLane], type[OneLaneRule]] = {}
+"""By settings: the rule of a policy whose steps no `LaneSettings` describe. It reads `LaneSettings.policy`."""
 
 
 def rule_of(settings: LaneSettings, number: int = 0, own: Rule | None = None) -> OneLaneRule:
     if own is not None:
         return own.of(settings, number)
-    return RULE_TYPES[type(settings)](settings, number)
+    return (OneLaneRule if settings.policy is None else RULES[type(settings.policy)])(settings, number)
 
 
 def rest_of_prompt(request: Request) -> Chunk:

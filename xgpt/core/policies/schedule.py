@@ -145,7 +145,7 @@ class OneLane(Schedule):
         now, then = self.settings, other.settings
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
             return False
-        if type(now) is not type(then) or self._own is not other._own:  # the two plans have different rules
+        if type(now.policy) is not type(then.policy) or self._own is not other._own:  # the two plans' rules differ
             return False
         self.settings = then
         self.pool.follow(other.pool)

@@ -5,7 +5,7 @@ Each class declares its control variables, and whether throughput and latency ri
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -55,6 +55,8 @@ class SingleLane(Frozen):
     """Names of numeric settings of the scheduling rule that `--fix` can set. The default is 0."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """The lanes of a replica."""
+    mixes: ClassVar[bool] = True
+    """Whether every step may both encode and decode."""
     holds_finished: ClassVar[bool] = False
     """Whether finished requests keep their slots until the whole batch has finished."""
 
@@ -74,6 +76,8 @@ class RraSettings(SingleLane):
     """Number of decode iterations in a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
+
+    mixes: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
         Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
@@ -172,6 +176,7 @@ class StaticSettings(SingleLane):
     decode_microbatches: PositiveInt = 1
     """Number of parts in which a batch is decoded, one after the other."""
 
+    mixes: ClassVar[bool] = False
     holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
 
@@ -216,6 +221,7 @@ class WaaSettings(Frozen):
     tuned: ClassVar[tuple[str, ...]] = ()
     steadying: ClassVar[tuple[str, ...]] = ("adjustment_percent", "buffer_iterations")
     lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
+    mixes: ClassVar[bool] = False
     holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "none", "rises", "requests encoded at once (B_E)"),
@@ -227,7 +233,24 @@ SingleLaneSettings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettin
 PolicySettings = Annotated[SingleLaneSettings | WaaSettings, Field(discriminator="kind")]
 
 
-PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"]
+CHOICES: dict[str, str] = {
+    "rra": "encode a batch of prompts, then run several decode steps, in turn",
+    "waa": "some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory",
+    "waa-c": "",
+    "waa-m": "",
+    "chunked": "each step decodes the running requests and encodes chunks of waiting prompts",
+    "orca": "the same with whole prompts",
+    "static": "a batch runs until all its requests have finished",
+    "slack": (
+        "chunked, but each step encodes as many prompt tokens as the running requests can wait for under `tpot_s`; "
+        "simulation tunes the rule"
+    ),
+}
+"""By name: what a policy, or a choice of some of its settings, does."""
+if TYPE_CHECKING:
+    PolicyChoice = str
+else:
+    PolicyChoice = Literal[("auto", "exegpt", *CHOICES)]
 POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "auto": ("rra", "chunked", "orca", "static", "waa-c", "waa-m"),
     "exegpt": ("rra", "waa-c", "waa-m"),
