@@ -8,6 +8,7 @@ import transformers
 
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.schema import DType
+from xgpt.core.schema.families import FAMILIES as ROWS
 from xrunner.models import Model
 from xrunner.weights import Checkpoint, load_model
 
@@ -227,7 +228,7 @@ def random_shape(rng, family):
     if family == "opt":
         sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "num_hidden_layers": layers}
         return tied | sizes | {"ffn_dim": ffn, "activation_function": one_of("relu", "gelu", "silu")}
-    if family == "gpt2":
+    if ROWS[family].get("names", {}).get("hidden_size") == "n_embd":
         sizes = {"n_embd": heads * head_dim, "n_head": heads, "n_layer": layers, "n_inner": one_of(None, ffn)}
         return tied | sizes | {"activation_function": one_of("gelu_new", "relu"), "layer_norm_epsilon": 1e-3}
     if family == "t5":

@@ -20,8 +20,8 @@ from tests.numerics.steps import start
 from tests.numerics.test_weights import copy_with
 from tests.rings import ALL, examples, few
 from xgpt.checkpoints.files import read_spec
-from xgpt.checkpoints.readers import SHAPES
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
+from xgpt.core.schema.families import FAMILIES as ROWS
 from xrunner.activations import ACTIVATIONS, GATES
 from xrunner.build import BACKENDS, WorkerSettings, build_worker, usable_backends
 from xrunner.engine import Engine
@@ -44,7 +44,7 @@ OTHER_SHAPES = [name for name in CHECKPOINTS if name not in FIRST_SHAPES]
 MAIN_FIRST = few([*FIRST_SHAPES, *OTHER_SHAPES], 3)
 EACH_FAMILY = few([*FIRST_SHAPES, *OTHER_SHAPES], len(FIRST_SHAPES))
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
-ROTARY = [name for name in DECODERS if "names" not in SHAPES[name.partition("-")[0]]]  # the others learn positions
+ROTARY = [name for name in DECODERS if "names" not in ROWS[name.partition("-")[0]]]  # the others learn positions
 
 
 def make_worker(directory, backend, num_blocks=64, block_size=8, dtype="float32"):

@@ -13,7 +13,7 @@ from xrunner import sampling as drawing
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
-from xrunner.models import FAMILIES
+from xrunner.models import CLASSES
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_options_that_cannot_take_effect_are_refused(spec):
         build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8, backend="numba"))
     with pytest.raises(InputError, match="on cuda models run in float32, float16, bfloat16"):
         build_worker(WorkerSettings(spec=spec, dtype="int8", num_blocks=8, device="cuda"))
-    with pytest.raises(InputError, match=f"own engine runs only {', '.join(sorted(FAMILIES))}"):
+    with pytest.raises(InputError, match=f"own engine runs only {', '.join(sorted(CLASSES))}"):
         build_worker(WorkerSettings(spec=spec.model_copy(update={"family": "mamba"}), dtype="float32", num_blocks=8))
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tests.unit.xgpt.checkpoints.test_planned import NOT_BUILT, PUBLISHED, official, spec_like
 from xgpt.checkpoints.files import ENCODER_DECODERS
-from xgpt.checkpoints.readers import OTHER_NAMES
-from xgpt.checkpoints.readers import SHAPES as READ
 from xgpt.checkpoints.readers.planned import PLANNED
-from xrunner.models import FAMILIES as RUN
+from xgpt.core.schema.families import FAMILIES
 
 ROW = re.compile(r"^\| (.+) \| ((?:`[\w-]+` ?)+) \| (yes|no) \| (yes|no) \| ([^|]+) \|$", re.MULTILINE)
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -23,13 +21,13 @@ def families(row: str) -> set[str]:
 
 def test_every_family_that_is_read_stands_in_one_row() -> None:
     listed = [family for row in ROWS for family in families(row)]
-    assert sorted(listed) == sorted({*READ, *PLANNED})
+    assert sorted(listed) == sorted({*FAMILIES, *PLANNED})
 
 
 def test_what_our_engine_runs_is_what_has_a_class() -> None:
     for row, (_, run, _) in ROWS.items():
         for family in families(row):
-            assert (OTHER_NAMES.get(family, family) in RUN) == (run == "yes"), family
+            assert ("model" in FAMILIES.get(family, ())) == (run == "yes"), family
 
 
 def test_models_with_states_run_by_vllm_s_own_schedule() -> None:

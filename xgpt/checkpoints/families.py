@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xgpt.checkpoints.fields import TABLES
-from xgpt.checkpoints.readers import SHAPES
 from xgpt.checkpoints.readers.planned import PLANNED
 from xgpt.core.errors import InputError
+from xgpt.core.schema.families import FAMILIES, TABLES
 
 ALIASES: Mapping[str, str] = TABLES["aliases"]
 """Families that are read in the same way as another family with the same fields."""
@@ -96,12 +95,12 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    return {*SHAPES, *PLANNED, *ALIASES}
+    return {*FAMILIES, *PLANNED, *ALIASES}
 
 
 def _known(family: str) -> str | None:
     family = ALIASES.get(family, family)
-    return family if family in SHAPES or family in PLANNED else None
+    return family if family in FAMILIES or family in PLANNED else None
 
 
 @cache

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.core.documents import read_yaml
 from xgpt.core.errors import InputError
+from xgpt.core.schema.families import FAMILIES, TABLES
 
-(TABLES,) = read_yaml((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
-"""The tables of model families."""
 BOOKKEEPING, TRAINING, SEARCH, COMMON = (
     frozenset[str](TABLES[name]) for name in ("bookkeeping", "training", "search", "common")
 )
@@ -57,10 +54,8 @@ FIELDS: Mapping[str, Fields] = {
         row.get("aliases", {}),
         frozenset(row.get("untimed", ())),
     )
-    for family, row in TABLES["fields"].items()
+    for family, row in FAMILIES.items()
 }
-"""The fields of each model_type that xgpt's own engine runs."""
-
 
 SIZE = re.compile(
     r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 from xgpt.checkpoints.families import given_by_default, language_model, tower_of, tower_params
 from xgpt.checkpoints.fields import unsupported_fields
-from xgpt.checkpoints.readers import OTHER_NAMES, common, read
+from xgpt.checkpoints.readers import common, read
 from xgpt.checkpoints.readers.planned import PLANNED, planned
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError
 from xgpt.core.io import parse, read_text
 from xgpt.core.schema import DType, ModelSpec
+from xgpt.core.schema.families import FAMILIES
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """xgpt's names for the dtypes in safetensors files."""
@@ -120,7 +121,7 @@ def spec_of(
     fields.setdefault("default_dtype", "bfloat16")  # as in vLLM
     if towers:
         fields |= {"tower_params": towers, "tower": tower}
-    fields |= {"name": name, "family": "other" if family in PLANNED else OTHER_NAMES.get(family, family)}
+    fields |= {"name": name, "family": "other" if family in PLANNED else FAMILIES[family]["family"]}
     return parse(fields, ModelSpec, source)
 
 

@@ -1,32 +1,30 @@
-"""Read config.json of the families that xgpt's own engine runs. `shapes` in families.yaml states what a family's models
-have that Llama's have not.
-"""
+"""Read config.json of the families whose shapes xgpt reads completely, by their rows of families.yaml."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from xgpt.checkpoints.fields import TABLES, wrong
+from xgpt.checkpoints.fields import wrong
 from xgpt.checkpoints.readers.common import activation, count, windows
 from xgpt.checkpoints.readers.experts import EXPERTS
 from xgpt.checkpoints.readers.renamed import renamed
 from xgpt.checkpoints.readers.rope import ANY, rope, rope_by_layer
+from xgpt.core.schema.families import FAMILIES
 
 Config = dict[str, Any]
-SHAPES: dict[str, Config] = TABLES["shapes"]
 T5_CONTEXT = 2048
 """Context length that is used for T5, whose relative positions set no limit."""
 
 
 def read(family: str, config: Config) -> Config:
-    """Return the fields of `ModelSpec` for a family in `SHAPES`.
+    """Return the fields of `ModelSpec` for a family in `FAMILIES`.
 
     Raises:
         InputError: a field has a value that xgpt does not support.
         KeyError: a size is missing.
     """
-    row = SHAPES[family]
+    row = FAMILIES[family]
     config = row.get("defaults", {}) | config
     if family in OTHER_SIZES:
         return OTHER_SIZES[family](config)

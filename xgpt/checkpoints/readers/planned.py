@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TABLES, TRAINING, wrong
+from xgpt.checkpoints.fields import BOOKKEEPING, COMMON, SEARCH, SIZE, TRAINING, wrong
 from xgpt.checkpoints.readers.common import count
 from xgpt.checkpoints.readers.renamed import renamed
 from xgpt.core.schema import Attention, Block, Experts, Indexer, LatentAttention, Recurrent
+from xgpt.core.schema.families import TABLES
 
 Config = dict[str, Any]
 

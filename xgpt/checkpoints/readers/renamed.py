@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xgpt.checkpoints.fields import TABLES, wrong
+from xgpt.checkpoints.fields import wrong
 from xgpt.checkpoints.readers.common import count
+from xgpt.core.schema.families import TABLES
 
 Config = dict[str, Any]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.caches import BYTES_PER_ELEMENT, caches_of
+from xgpt.core.schema.families import FAMILIES
 from xgpt.core.schema.model_blocks import Attention, Block, Sizes
 from xgpt.core.schema.model_parts import (
     Experts,
@@ -24,25 +25,10 @@ from xgpt.core.schema.model_parts import (
     YarnRope,
 )
 
-Family = Literal[
-    "opt",
-    "gpt2",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "t5",
-    "mistral",
-    "phi3",
-    "gemma2",
-    "gemma3",
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "minimax_m2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "other",
-]
+if TYPE_CHECKING:
+    Family = str
+else:
+    Family = Literal[(*dict.fromkeys(row["family"] for row in FAMILIES.values()), "other")]
 """Families that xgpt runs or whose shapes it reads completely. Models of family "other" are planned from `blocks`."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint may store weights."""
