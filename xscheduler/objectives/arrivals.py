@@ -118,6 +118,11 @@ class Arrivals(Objective[PlanDraft]):
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
+        found = {name: search for name, search in found.items() if search.lasting.rate > 0}
+        if not found:  # queues that the short runs did not show
+            raise self._never_kept(tuple(ranked))
+        if kind not in found:
+            kind, best = max(found.items(), key=lambda item: item[1].lasting.rate)
         rate, asked = best.lasting.rate, self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
             raise rate_not_kept(self.scheduler, tuple(ranked), rate)
@@ -165,7 +170,8 @@ class Arrivals(Objective[PlanDraft]):
             return None
         best = self._best_nearby(best)
         best.precision = TOLERANCES.rate
-        return best.plan.with_estimate(capacity=best.found(edges=False))
+        found = best.found(edges=False)
+        return best.plan.with_estimate(capacity=found) if found.rate_per_s else None
 
     def _certified(self, plan: PlanDraft, kind: str, breach: float, *, best: bool) -> tuple[PlanDraft, Ceiling]:
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]

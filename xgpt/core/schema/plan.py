@@ -181,6 +181,8 @@ class PlanDraft(Frozen):
         most, bound = ceiling
         if most is not None and most < self.figure * (1 - ROUNDING):
             most, bound = None, f"none: the plan exceeds it ({bound})"
+        elif most is not None and not self.figure:
+            most, bound = None, "none: no rate keeps the bounds"
         gap = None if most is None else max(0.0, most / self.figure - 1)
         search = SearchCertificate(**dict(self.search.effort), gap=gap, bound=bound, rival=rival)
         return Plan.model_construct(**dict(self) | {"search": search})

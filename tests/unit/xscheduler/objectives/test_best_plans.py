@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.rings import few
 from xgpt import api
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Workload
+from xgpt.core.schema import Capacity, Ceiling, Workload
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
 from xgpt.requests import plan_request
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.capacities import predicted_rate
 from xscheduler.schedule import scheduler
+from xsimulator.capacity import CapacitySearch
 from xsimulator.run import check_fits
 
 # T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
@@ -125,3 +127,16 @@ def test_a_rate_that_lasts_only_for_the_requests_of_a_search_is_refused(monkeypa
     bounds = {"latency_bound_s": None, "ttft_s": 2, "tpot_s": 0.06, "quantile": 0.9}
     with pytest.raises(InfeasibleError, match=r"16\.3 requests/s"):
         api.solve(**asked, **bounds, policy="chunked", arrival_rate_per_s=16.3)
+
+
+def test_a_plan_whose_rate_does_not_last_is_left_out(monkeypatch):
+    """The gap of a plan with a rate of 0 divided by it."""
+    nothing = Capacity(rate_per_s=0.0, whole_s=0.0, share_kept=0.0, num_requests=0, warm_up_requests=0)
+    never = SimpleNamespace(rate=0.0, _found=lambda predicted, edges: nothing)
+    lasts = property(lambda search: search if search.plan.policy.kind == "orca" else never)
+    monkeypatch.setattr(CapacitySearch, "lasting", lasts)
+    asked = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "orca", "latency_bound_s": 10}
+    plans = api.solve(**asked, engine="vllm").plans
+    assert list(plans) == ["orca"] and plans["orca"].search.gap is not None
+    unproven = plans["orca"].with_estimate(capacity=nothing).proven(Ceiling(5.0, "a bound"))
+    assert unproven.search.gap is None and "no rate" in unproven.search.bound
