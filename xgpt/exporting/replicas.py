@@ -52,6 +52,7 @@ class EngineReplicas:
         plan: the plan of one replica or, outside of pods, of all that xgpt serves behind its own front.
         scheduler: whether the engine's own scheduler runs, or xgpt's.
         rate_per_s: highest arrival rate of one replica within the bounds, or None if not known.
+        slowest_per_s: low end of one replica's saturated throughput, by the errors of earlier predictions, or None.
         schedule: numbers of replicas over the day, as (begin, end, number) in minutes of a UTC day. Empty: no forecast.
         least: number of replicas outside the schedule.
         takes_rest: whether these replicas take the load that exceeds what the other kinds of the fleet hold.
@@ -66,6 +67,7 @@ class EngineReplicas:
     scheduler: Literal["own", "xgpt"]
     groups: tuple[NodeGroup, ...]
     rate_per_s: float | None = None
+    slowest_per_s: float | None = None
     load_factor: float = 1.0
     schedule: tuple[tuple[int, int, int], ...] = ()
     least: int = 1
@@ -157,12 +159,6 @@ class EngineReplicas:
         return [(name, goal[key], quantile) for key, name in names.items() for quantile, goal in goals if goal[key]]
 
     @property
-    def slowest_per_s(self) -> float | None:
-        """The low end of one replica's saturated throughput, by the errors of earlier predictions."""
-        low, _ = self.plan.estimate.ranges.get("throughput_rps", (None, None))
-        return None if low is None else low / max(1, self.plan.replicas // self.plan.sharing_replicas)
-
-    @property
     def addresses(self) -> list[str]:
         """Where the replicas answer, as HOST:PORT."""
         numbers = range(len(self.devices_of))
@@ -216,6 +212,8 @@ def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = 
     scheduler = _scheduler(plan, target)
     capacity = plan.estimate.capacity
     rate = None if capacity is None else capacity.rate_per_s / engine_replicas
+    low, _ = plan.estimate.ranges.get("throughput_rps", (None, None))
+    slowest = None if low is None else low / engine_replicas
     if target in IN_PODS and plan.cluster.device.type != "gpu":
         accepted = f"the plan is for {plan.cluster.device.name}, but pods request GPUs: plan for a cluster of GPUs"
         raise InputError("to", target, accepted)
@@ -234,7 +232,7 @@ def replicas_of(plan: Plan, target: Target, name: str = "", count: int | None = 
         says = f"a machine has {plan.cluster.devices_per_node} devices, not {each * number}: export `to=k8s`"
         raise InputError("to", target, says)
     most = max(number, plan.cluster.num_devices // each)
-    return EngineReplicas(plan, target, name, number, most, scheduler, groups, rate)
+    return EngineReplicas(plan, target, name, number, most, scheduler, groups, rate, slowest)
 
 
 def name_of(plan: Plan) -> str:

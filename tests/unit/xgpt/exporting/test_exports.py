@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 import xgpt
-from tests.exports import export, objects_in, pods_of
+from tests.exports import export, expressions, objects_in, pods_of
 from tests.fleets import fleet_of
 from tests.rings import few
 from tests.unit.xgpt.exporting.test_started import planned
@@ -416,6 +416,14 @@ def test_what_a_target_cannot_run_is_refused_with_the_way_out() -> None:
     unnamed = RRA.model_copy(update={"checkpoint": None, "model": RRA.model.model_copy(update={"name": "mine"})})
     with pytest.raises(InputError, match=r"plan.checkpoint is missing"):
         export(unnamed, "k8s")
+
+
+def test_a_replica_is_slow_by_its_own_share_of_the_plan() -> None:
+    """Each replica was compared with the throughput of all, so that the alert stood whenever requests waited."""
+    plan = by_itself(2)
+    plan = plan.model_copy(update={"estimate": plan.estimate.but(ranges={"throughput_rps": (8.0, 16.0)})})
+    (slow,) = (rule for rule in expressions(export(plan, "compose"))[0] if "min_over_time" in rule)
+    assert " < 4 * sum(up" in slow
 
 
 def test_a_fleet_scales_by_rule_and_schedule() -> None:
