@@ -78,6 +78,10 @@ def one_rate(request: LoadFields) -> float | None:
 
 def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanDraft | None = None) -> SessionsOutput:
     wait, time, paused = (per_session(run, counts, values) for values in (run.ttft_s, run.whole_s, run.paused_s))
+    lives = time + paused
+    at_once = rate * float(lives.mean())
+    if counts.all():  # a whole run, which begins and ends without sessions
+        at_once = float(lives.sum() / (run.end_s.max() - run.arrived_s.min()))
     of_turns = RequestTimes(run.ttft_s[counts], run.tpot_s[counts], run.whole_s[counts])
     kept: dict[str, float] = {}
     if plan is not None:
@@ -88,7 +92,7 @@ def sessions_output(run: TurnTimes, counts: np.ndarray, rate: float, plan: PlanD
         sessions_per_s=rate,
         num_sessions=len(wait),
         num_turns=int(counts.sum()),
-        at_once=rate * float((time + paused).mean()),
+        at_once=at_once,
         reused_share=run.reused_share,
         reused_by_turn=tuple(run.reused_by_turn()),
         ttft_s=_quantiles(of_turns.ttft_s),

@@ -53,6 +53,7 @@ def check(target: str, as_json: bool, yes: bool, **_: Any) -> None:
 
 def _checked(found: CheckOutput) -> Iterator[object]:
     yield from tuned.advice_text(found.recommendation)
+    yield from tuned.unexplained(found)
     rows = []
     for load, predicted in zip(found.loads, found.predicted, strict=True):
         what = "requests" if load.num_sessions is None else "sessions"
@@ -60,7 +61,7 @@ def _checked(found: CheckOutput) -> Iterator[object]:
             value, bound = getattr(load, name), found.bounds.get(name)
             if value is None:
                 continue
-            off = f"{100 * (value / predicted[name] - 1):+.0f}%" if predicted[name] else "-"
+            off = f"{round(100 * (value / predicted[name] - 1)):+d}%" if predicted[name] else "-"
             first = f"{load.rate_per_s:.3g} {what}/s" if name == "share_kept" else ""
             shown = "-" if bound is None else f"{bound:g}"
             rows.append([first, label, f"{value:.4g}", f"{predicted[name]:.4g}", off, shown])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from xgpt.core.schema.recommendation import Ranged, Recommendation
-from xgpt.core.schema.tuning import TuneOutput, TuneRun
+from xgpt.core.schema.tuning import CheckOutput, TuneOutput, TuneRun
 from xgpt.pages import render
 
 if TYPE_CHECKING:
@@ -26,6 +26,18 @@ def advice_text(found: Recommendation) -> Iterator[str]:
     if found.gain is not None and found.gain.factor is not None and other is not None:
         yield f"{other.settings}: {ranged_text(found.gain.factor)} times the rate of what runs now"
     yield from (f"command: {process.command}" for process in found.best.processes if found.action != "keep")
+
+
+def unexplained(found: CheckOutput) -> Iterator[str]:
+    """Yield a line for each load that broke the bounds at a rate at which they should be kept."""
+    what = "sessions" if any(load.num_sessions for load in found.loads) else "requests"
+    for load in found.loads:
+        if not load.kept and load.rate_per_s < found.rate_after.value:
+            share = f" ({100 * load.share_kept:.3g}% kept them)" if load.share_kept else ""
+            yield (
+                f"measured, {load.rate_per_s:.3g} {what}/s broke the bounds{share}, which the fit does not explain: "
+                "something else slowed the server, or the rate is wrong; check again before you rely on it"
+            )
 
 
 def ranged_text(value: Ranged) -> str:
