@@ -107,7 +107,7 @@ def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
         return workload
     for name, unset in (("shared_prefix", 0), ("outputs", 1.0), ("rate", 1.0)):
         if (value := getattr(request, name)) != unset:
-            raise InputError(name, value, f"{workload.name} is a law of sessions: state it there")
+            raise InputError(name, value, f"{workload.name} has sessions, whose law is a YAML file: state it there")
     return workload
 
 

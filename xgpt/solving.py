@@ -212,7 +212,8 @@ def _found(
     if problem.workload.sessions is None:
         found = with_reuse(find, problem, trace, found)
     elif isinstance(request.workload, str):
-        found = {kind: _replaying(one, problem, request.workload) for kind, one in found.items()}
+        of_log = request.workload
+        found = {k: replace(one, draft=in_log(one.draft, problem.profile, of_log)) for k, one in found.items()}
     found = own_first(found)
     other = resolved.beside or next(iter(found.values())).at_side
     if asked not in (None, problem.constraint):
@@ -245,14 +246,14 @@ def _judged(draft: PlanDraft, problem: Problem) -> PlanDraft:
     return with_capacity(asked, problem.profile)
 
 
-def _replaying(found: Found, problem: Problem, name: str) -> Found:
-    """Return a schedule with the shares of a log's turns and sessions that keep the bounds under it."""
-    log, sessions = load_sessions(name), found.draft.estimate.sessions
+def in_log(draft: PlanDraft, profile: Profile, name: str) -> PlanDraft:
+    """Return a schedule for sessions with the shares of a log's turns and sessions that keep the bounds under it."""
+    log, sessions = load_sessions(name), draft.estimate.sessions
     if log is None or log.timestamp_s is None or sessions is None:
-        return found
-    run = replay_sessions(found.draft, problem.profile, log)
-    kept = SharesKept.of(run, run.every, found.draft.constraint)
-    return found.estimating(sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions))
+        return draft
+    run = replay_sessions(draft, profile, log)
+    kept = SharesKept.of(run, run.every, draft.constraint)
+    return draft.with_estimate(sessions=sessions.but(log_turns_kept=kept.turns, log_sessions_kept=kept.sessions))
 
 
 def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEach:

@@ -250,11 +250,20 @@ class SharesKept(NamedTuple):
 
 
 def replay_sessions(plan: PlanDraft, profile: Profile, trace: TraceLengths) -> TurnTimes:
-    """Replay sessions on one replica, which gets its share of them. First turns begin at the trace's times."""
-    sessions = trace.turns
+    """Replay sessions, in turn on each replica. First turns begin at the trace's times."""
     if trace.timestamp_s is None:
         raise InputError("own_times", True, "the log has no times: give `arrival_rate_per_s`")
-    return run_sessions(plan, profile, trace.take(np.flatnonzero(sessions.session % plan.replicas == 0)))
+    count, lanes = len(trace.input), lanes_of(plan, profile)
+    arrived, first, end = (np.full(count, np.nan) for _ in range(3))
+    found = TurnTimes(trace, arrived, first, end, np.full(count, -1))
+    for replica in range(plan.replicas):
+        here = np.flatnonzero(trace.turns.session % plan.replicas == replica)
+        if not len(here):
+            continue
+        run = run_sessions(plan, profile, trace.take(here), lanes=lanes)
+        for name in ("arrived_s", "first_s", "end_s", "cached"):
+            getattr(found, name)[here] = getattr(run, name)
+    return found
 
 
 def per_session(times: TurnTimes, counts: np.ndarray, values: Floats) -> Floats:

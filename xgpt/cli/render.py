@@ -182,8 +182,10 @@ def plans_table(plans: dict[str, Plan], title: str = "each policy") -> Fitting:
         for i, name in enumerate(columns)
         if name not in ("whole s", "tpot ms", "cost/Mtok") or any(row[i] != "-" for row in rows)
     ]
-    arrives = next(iter(plans.values())).constraint.maximises_arrivals
+    first = next(iter(plans.values()))
+    arrives = first.constraint.maximises_arrivals
     what = "arrival rate" if arrives else "saturated throughput"
+    what += "" if first.workload.sessions is None else " of turns"
     title = f"{title}'s highest {what} within the bounds"
     title += "; from req/s on: while requests are always waiting" if arrives else ""
     below = [f"{kind}: {settings_text(plan)}" for kind, plan in plans.items()]
@@ -245,7 +247,11 @@ def sessions_tables(found: SessionsOutput, title: str = "sessions, simulated") -
     shown = found.model_dump(exclude_none=True)
     times = {"ttft_s": "time to first token, s", "tpot_s": "time per output token, s"}
     times |= {"wait_s": "a session's waiting, s", "time_s": "a session's time without pauses, s"}
-    rows = [[label, f"{shown[name]:.4g}"] for name, label in SESSIONS.items() if name in shown]
+    rows = [
+        [label, f"{shown[name]:,}" if isinstance(shown[name], int) else f"{shown[name]:.4g}"]
+        for name, label in SESSIONS.items()
+        if name in shown
+    ]
     if found.reused_by_turn:
         rows.append(["share found in the cache, by turn", ", ".join(f"{share:.2f}" for share in found.reused_by_turn)])
     ends = ("mean", "p50", "p90", "p99")

@@ -16,6 +16,7 @@ from xgpt.comparing.launched import NONE_SET, read_current
 from xgpt.comparing.own_times import why_late
 from xgpt.comparing.scoring import (
     batch_note,
+    cache_note,
     engine_name,
     has_types,
     kept_options,
@@ -34,9 +35,10 @@ from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_of
-from xgpt.solving import Planned, refused_or, solve, sought
+from xgpt.solving import Planned, in_log, refused_or, solve, sought
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
+from xscheduler.schedule import NOT_SEARCHED
 from xsimulator.front import most_rate
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
@@ -84,13 +86,14 @@ class Compared:
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:
-        """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, or
-        if no plan keeps them, it is empty.
+        """The best plan under looser bounds, by the factor on all bounds. None means no bounds. Without bounds, for
+        sessions, or if no plan keeps them, it is empty.
         """
         problem, plan = self.planned.problem, self.highest
         constraint = problem.constraint.but(arrival_rate_per_s=None)
         best: dict[float | None, Plan] = {}
-        for factor in RELAXATIONS if constraint.bounds_latency and self.planned.refusal is None else ():
+        is_searched = constraint.bounds_latency and self.planned.refusal is None and problem.workload.sessions is None
+        for factor in RELAXATIONS if is_searched else ():
             loose = problem.under(constraint.looser(factor))
             looser = next(iter(plan_each(loose, search=self.planned.request.search).values()))
             best[factor] = plan = max(plan, looser, key=rate_of)
@@ -183,13 +186,15 @@ def _with_current(
             error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
         raise
     notes = (*notes, *batch_note(scored, running), *_front_note(scored, running.api_servers))
-    notes = (*notes, *memory_note(as_run, running))
+    notes = (*notes, *cache_note(problem, running), *memory_note(as_run, running))
     planned = sought(request, progress)
     profiles = problem.profile, as_run.profile
     compared = planned.plans if planned.beside is None else {**planned.plans, name_of(planned.beside): planned.beside}
     is_best = as_run is problem and _is_same(scored, planned.best)
     if is_best:  # one deployment has one figure
         scored = planned.best.model_copy(update={"recommendation": None})
+    elif scored.estimate.sessions is not None and isinstance(request.workload, str):
+        scored = in_log(scored, profiles[1], request.workload).proven(NOT_SEARCHED)
     gains = ranges(compared, profiles[0], scored, profiles[1], trace) if rate_of(scored) > 0 and not is_best else {}
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))

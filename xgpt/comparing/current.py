@@ -39,6 +39,7 @@ class CurrentEngine:
         schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
             default.
         mixes: whether a step may both encode and decode. None means the engine's default.
+        caches_prompts: whether the engine keeps K/V of prompts for later requests. None means that xgpt does not know.
         command: what starts the engine, with its variables, whatever launches it (a container, a pod).
         published: the host's port under which a container publishes the engine's, or None.
     """
@@ -65,6 +66,7 @@ class CurrentEngine:
     state_copies: int | None = None
     schedules_ahead: bool | None = None
     mixes: bool | None = None
+    caches_prompts: bool | None = None
     api_servers: int | None = None
     drafts: Drafts | None = None
     kept: Given = field(default_factory=dict, compare=False)

@@ -47,8 +47,6 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append(f"chunked-prefill-size {tokens}: SGLang's default on this device")
     if "max-running-requests" not in given:
         notes.append(f"max-running-requests {requests}: SGLang's default, further limited by K/V memory")
-    if caches:
-        notes.append("radix cache: no hits are counted, since the workload contains only lengths")
     if (largest := value_of(given, "cuda-graph-max-bs", count, requests)) < requests:
         notes.append(f"cuda-graph-max-bs {largest}: steps with more requests are scored as if they were captured, too")
     dtype, kv_dtype, quantization = types_of(given, "sglang", DTYPES | {"bf16": "bfloat16"})
@@ -84,6 +82,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         state_copies=SGLANG_STATES + buffers if caches else 1,
         schedules_ahead=False if waits else None,
         mixes=True if given.get("enable-mixed-chunk") == "yes" and drafts is None else None,
+        caches_prompts=caches,
         model=given.get("model-path") or next(iter(free), None),
         shortens=True,
         kept=_kept(given),

@@ -12,12 +12,12 @@ from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.flags import Given
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, KvPromise, Plan, Precision
+from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, KvPromise, Plan, PlanDraft, Precision
 from xgpt.resolve import load_engine, nearest_engine
 from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
-from xscheduler.problem import Problem
-from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.problem import Problem, reused_by
+from xscheduler.schedule import NOT_SEARCHED, Scheduler, scheduler
 from xscheduler.space import Space
 from xsimulator.capacity import Trial
 from xsimulator.memory import RequestBlocks
@@ -137,6 +137,12 @@ def batch_note(scored: Plan, running: CurrentEngine) -> list[str]:
     ]
 
 
+def cache_note(problem: Problem, current: CurrentEngine) -> list[str]:
+    if not current.caches_prompts or problem.workload.sessions is not None:
+        return []
+    return ["prefix caching: no hits are counted, since the workload contains only lengths"]
+
+
 def memory_note(problem: Problem, current: CurrentEngine) -> list[str]:
     """Return a note on the size of K/V memory that vLLM logs when it starts, by which a user can check predictions."""
     if problem.cluster.device.type != "gpu" or current.framework != "vllm":
@@ -175,14 +181,25 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
         max_batch=min(current.max_num_seqs, most),
         **found.placement.fixed,
     )
+    plan = rated(_at_saturation(problem, current, found, settings), problem.profile)
+    if plan.estimate.sessions is not None:  # at saturation, turns find what they find at the plan's rate
+        reusing = replace(problem, reused=reused_by(plan, problem.workload))
+        at = _at_saturation(reusing, current, deployed(reusing, current), settings).estimate
+        known = {name: getattr(plan.estimate, name) for name in ("capacity", "sessions", "reuse")}
+        plan = plan.but(estimate=at.but(**known))
+    return plan.proven(NOT_SEARCHED)
+
+
+def _at_saturation(problem: Problem, current: CurrentEngine, found: Deployed, settings: ChunkedSettings) -> PlanDraft:
     plan = found.scheduler.score(settings, found.placement, admits_by_use=True)
     draft = plan.but(admission=plan.admission.but(max_running=None))
-    if most < current.max_num_seqs:  # closed forms leave out that requests are preempted when blocks run out
-        served, said = Trial(draft, problem.profile).saturated(), draft.estimate
-        tokens = said.output_tokens_per_s * served / said.throughput_rps
-        cost = said.cost_per_million_tokens and said.cost_per_million_tokens * said.output_tokens_per_s / tokens
-        draft = draft.with_estimate(throughput_rps=served, output_tokens_per_s=tokens, cost_per_million_tokens=cost)
-    return rated(draft, problem.profile).proven(plan.ceiling)
+    if settings.max_batch == current.max_num_seqs:
+        return draft
+    # closed forms leave out that requests are preempted when blocks run out
+    served, said = Trial(draft, problem.profile).saturated(), draft.estimate
+    tokens = said.output_tokens_per_s * served / said.throughput_rps
+    cost = said.cost_per_million_tokens and said.cost_per_million_tokens * said.output_tokens_per_s / tokens
+    return draft.with_estimate(throughput_rps=served, output_tokens_per_s=tokens, cost_per_million_tokens=cost)
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
@@ -208,6 +225,9 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)
+    if lengths.sessions is not None and current.caches_prompts is False:
+        says = "sessions are scored with K/V kept between turns: leave the flag out to compare with it"
+        raise InputError("current", "no prefix caching", says)
     if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
         accepted = (
             f"the weights of {problem.model.name} are in {problem.profile.dtype}: set `model` to the quantised "

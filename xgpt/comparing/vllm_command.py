@@ -86,8 +86,6 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         for name, value in (("max-num-seqs", seqs), ("max-num-batched-tokens", tokens))
         if name not in given
     ] + judged
-    if given.get("enable-prefix-caching") != "no":
-        notes.append("prefix caching: no hits are counted, since the workload contains only lengths")
     if (size := value_of(given, "block-size", count, BLOCK_SIZE)) != BLOCK_SIZE:
         notes.append(f"block-size {size}: xgpt scores K/V in blocks of {BLOCK_SIZE} tokens")
     _check_quantization(value_of(given, "quantization", str, None))
@@ -118,6 +116,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         kept=_kept(given if longest is None else given | {"max-model-len": str(longest)}),
         state_copies=None if (caches := _switch(given, "enable-prefix-caching")) is None else 1 + caches,
         schedules_ahead=_switch(given, "async-scheduling"),
+        caches_prompts=caches is not False,
         api_servers=int(servers) if servers.isdecimal() and int(servers) else None,
     )
 

@@ -86,6 +86,8 @@ class TurnRows:
         common = np.minimum(common, inputs)
         if is_assumed:
             notes.append(f"no row states when an answer ended: {ANSWER_S:g} s are taken for each output token")
+        if prefixes is None and (after == FIRST).sum() > 1:
+            notes.append("no row states what the first prompts of sessions share: nothing is taken")
         if times is None and not pause.any():
             notes.append("no row states a pause: turns follow each other at once")
         return TraceSessions(np.unique(number, return_inverse=True)[1], after, pause, after.copy(), common)

@@ -19,14 +19,23 @@ def in_sessions(rate: Ranged, found: SessionEstimate) -> Ranged:
     return Ranged(**{name: value and value / found.turns for name, value in dict(rate).items()})
 
 
-def load_in_words(load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False) -> str:
+def per_s(rate_per_s: float, sessions: SessionEstimate | None) -> str:
+    """Return a rate of requests in words or, if they are turns, as one of sessions."""
+    return f"{rate_per_s:.3g} requests/s" if sessions is None else f"{rate_per_s / sessions.turns:.3g} sessions/s"
+
+
+def load_in_words(
+    load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False, sessions: SessionEstimate | None = None
+) -> str:
     """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
     Args:
+        sessions: the sessions whose turns are the load.
         is_kept_said: whether the shares of the log have been stated.
         is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
     """
-    text = f"{load.rate_per_s:.3g}/s" + (f" at its busiest ({load.window})" if load.window else "")
+    text = f"{load.rate_per_s:.3g}/s" if sessions is None else per_s(load.rate_per_s, sessions)
+    text += f" at its busiest ({load.window})" if load.window else ""
     if (is_lost or not load.holds) and load.minute_per_s is not None:
         text += f", {load.minute_per_s:.3g}/s for a minute"
     if load.confidence is not None and load.holds:
@@ -69,12 +78,18 @@ def range_in_words(low: float, high: float, unit: str = "", start: str = "") -> 
     return f"{start}{low:.3g} to {high:.3g} {unit}".rstrip() if high <= USEFUL * low else "too uncertain for a range"
 
 
-def bounds_in_words(bounds: tuple[BoundKept, ...]) -> str:
-    """Return bounds as in "TTFT within 2 s and TPOT within 100 ms for 99% of requests"."""
+def bounds_in_words(bounds: tuple[BoundKept, ...], sessions: SessionEstimate | None = None) -> str:
+    """Return bounds as in "TTFT within 2 s and TPOT within 100 ms for 99% of requests".
+
+    Args:
+        sessions: the sessions whose turns are bounded.
+    """
     names = [f"{bound.name} within {seconds(bound.bound_s)}" for bound in bounds]
     shares = {bound.quantile for bound in bounds}
     if len(shares) == 1:
-        return f"{' and '.join(names)} for {100 * shares.pop():g}% of requests"
+        each = {"sessions" if bound.name.startswith("session ") else "turns": None for bound in bounds}
+        of = "requests" if sessions is None else " and ".join(each)
+        return f"{' and '.join(names)} for {100 * shares.pop():g}% of {of}"
     return " and ".join(f"{name} for {100 * bound.quantile:g}%" for name, bound in zip(names, bounds, strict=True))
 
 

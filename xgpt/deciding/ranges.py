@@ -84,6 +84,8 @@ def rate_at(plan: PlanDraft, profile: Profile, pace: float) -> float:
     # The headroom allows for slower steps. Here the pace is known, so the bounds themselves must be kept.
     slowed = plan.but(constraint=plan.constraint.but(headroom=0.0)).with_estimate(throughput_rps=throughput)
     found = capacity(slowed, profile.slowed(pace), rate_of(plan) / pace or None, edges=False)
+    if found is not None and plan.workload.sessions is not None:
+        return found.rate_per_s  # what turns find, and so the throughput at saturation, depends on the rate
     return throughput if found is None else min(found.rate_per_s, throughput)
 
 

@@ -25,7 +25,7 @@ from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import CarriedLoad, Copies, at_load, enough
-from xgpt.deciding.phrases import kept_in_words
+from xgpt.deciding.phrases import kept_in_words, per_s
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
 from xgpt.reporting.plan_text import settings_text
@@ -366,7 +366,7 @@ def name_of(plan: Plan) -> str:
 def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
     found, low, load = [], offer.rate_per_s.low, offer.at_load
     if load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
-        found.append(f"a load above {offer.rate_per_s.value:.3g} requests/s")
+        found.append(f"a load above {per_s(offer.rate_per_s.value, offer.sessions)}")
     elif low is not None and low <= 0 < offer.rate_per_s.value:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
     each = None if gain is None else gain.per_device or gain.factor

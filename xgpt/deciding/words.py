@@ -17,6 +17,7 @@ from xgpt.deciding.phrases import (
     kept_in_words,
     likely_in_words,
     load_in_words,
+    per_s,
     percent,
     seconds,
     span,
@@ -77,12 +78,14 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
             f"No schedule found on your {_devices(best)} holds your load{_where_lost(load, found.bounds)}{would}.",
         )
     yield from ((ALWAYS, text) for text in _answer(found, most_commands))
+    spare = f", with {100 * found.headroom:.3g}% to spare," if found.headroom else ""
+    wanted = min((bound.quantile for bound in found.bounds), default=0.0)
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
-        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)} up to {rate}, about {sessions.at_once:.3g} at once."
-        yield from ((ALWAYS, text) for text in session_lines(sessions))
+        kept = f"{bounds_in_words(found.bounds, sessions)}{spare}"
+        yield ALWAYS, f"Keeps {kept} up to {rate}, about {sessions.at_once:.3g} at once."
+        yield from session_lines(sessions, wanted)
     elif found.bounds and not found.nearest:
-        spare = f", with {100 * found.headroom:.3g}% to spare," if found.headroom else ""
         lasts = "" if best.simulated_s is None else f" for {span(best.simulated_s)}"
         rate = in_words(best.rate_per_s, f"requests/s{lasts}")
         yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{spare} up to {rate}."
@@ -92,15 +95,17 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         # the first line has the number of requests
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
-        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost)}."
+        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions)}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
         yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
-    if found.now is not None and found.now.sessions is not None:
-        now = found.now.sessions
-        finds = f"turn {len(now.reused_by_turn)} finds {100 * now.reused_by_turn[-1]:.0f}%"
-        text = f"Yours: {now.rate_per_s:.3g} sessions/s; {finds}, and sessions wait {now.wait_s:.3g} s in all"
-        yield ALWAYS, f"{text}."
+    if found.now is not None and found.now.sessions is not None and not keeps:
+        now, waiting = found.now.sessions, next((b for b in found.bounds if b.name == "session waiting"), None)
+        text = f"Yours: up to {now.rate_per_s:.3g} sessions/s; then turn {len(now.reused_by_turn)} finds "
+        text += f"{100 * now.reused_by_turn[-1]:.0f}%"
+        if waiting is not None:
+            text += f", and {percent(waiting.quantile)} of sessions wait at most {seconds(now.wait_s)} in all"
+        yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
     if found.gain is not None and found.gain.then > 0:
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
@@ -139,7 +144,8 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
 
 def _never_kept(found: Recommendation) -> str:
     nearest = bounds_in_words(found.nearest).partition(" for ")[0]
-    text = f"No schedule found on your {_devices(found.best)} keeps {bounds_in_words(found.bounds)}, at any rate"
+    kept = bounds_in_words(found.bounds, found.best.sessions)
+    text = f"No schedule found on your {_devices(found.best)} keeps {kept}, at any rate"
     return f"{text}; the nearest bounds that one keeps: {nearest}"
 
 
@@ -171,8 +177,9 @@ def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     if kept := kept_in_words(load):
         lost = f": it does not hold your load{_where_lost(load, bounds)}"
         return f"keeps the bounds for {kept}{'' if load.holds else lost}"
-    most = f"keeps the bounds up to {now.rate_per_s.value:.3g} requests/s"
-    return f"{most}: {'enough' if load.holds else 'too little'} for your {load.rate_per_s:.3g}"
+    most = f"keeps the bounds up to {per_s(now.rate_per_s.value, now.sessions)}"
+    asked = load.rate_per_s / (1 if now.sessions is None else now.sessions.turns)
+    return f"{most}: {'enough' if load.holds else 'too little'} for your {asked:.3g}"
 
 
 def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterator[str]:
@@ -198,35 +205,47 @@ WORTH_IT = 0.02
 """Gains in rates up to this share may be due to the precision of the simulated rates."""
 
 
-def session_lines(found: SessionEstimate) -> Iterator[str]:
-    """Yield what turns find in the cache, and what keeping it gains."""
+def _replayed(found: SessionEstimate, wanted: float) -> str:
+    """Return what is kept of a log that was replayed, or ""."""
+    if found.log_turns_kept is None or found.log_sessions_kept is None:
+        return ""
+    turns, sessions = percent(found.log_turns_kept), percent(found.log_sessions_kept)
+    lost = "" if min(found.log_turns_kept, found.log_sessions_kept) >= wanted else ": it does not hold your log"
+    return f"replayed whole, {turns} of your log's turns and {sessions} of its sessions keep their bounds{lost}"
+
+
+def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, str]]:
+    """Yield what turns find in the cache, and what keeping it gains, with ranks as `_sentences` does.
+
+    Args:
+        wanted: share of a log's turns and of its sessions that must keep their bounds.
+    """
     first, *later = (f"{100 * share:.0f}%" for share in found.reused_by_turn)
     text = f"Turns find {first} of their first prompt"
     if later:
         text += f" and {later[-1]} of prompt {1 + len(later)}"
     if found.kept_tokens >= 1:
         text += f" in {found.kept_tokens:,.0f} tokens kept between turns"
-    if found.alone_per_s is not None and found.alone_per_s > 0:
+    if found.alone_per_s == 0:
+        text += ", without which no rate keeps the bounds"
+    elif found.alone_per_s is not None:
         gain = found.rate_per_s / found.alone_per_s
         serves = f"{gain:.2g} times as many sessions as" if gain > 1 + WORTH_IT else "no more sessions than"
         text += f", which serves {serves} recomputing"
-    yield f"{text}."
-    if found.log_turns_kept is not None and found.log_sessions_kept is not None:
-        yield (
-            f"Replayed whole, {percent(found.log_turns_kept)} of your log's turns and "
-            f"{percent(found.log_sessions_kept)} of its sessions keep their bounds."
-        )
+    yield ALWAYS, f"{text}."
+    if replayed := _replayed(found, wanted):
+        yield ALWAYS, f"{replayed[0].upper()}{replayed[1:]}."
     if found.from_host_per_s is not None:
         gain = found.from_host_per_s / found.rate_per_s - 1
         text = "K/V moved to host memory between turns would "
         if gain > WORTH_IT and found.host_bytes is not None:
             text += f"serve {100 * gain:.0f}% more sessions ({found.from_host_per_s:.3g} sessions/s), in about "
             text += f"{found.host_bytes / 2**30:,.0f} GiB (vLLM: --kv-offloading-size; simulated, not measured)"
-        yield f"{text}." if gain > WORTH_IT else f"{text}serve no more sessions: loading it takes as long."
+        yield 5, f"{text}." if gain > WORTH_IT else f"{text}serve no more sessions: loading it takes as long."
     if found.routed:
         best = min(found.routed, key=lambda name: found.routed[name][1])
         said = [f"{seconds(wait)} by {name} ({100 * share:.0f}% found)" for name, (share, wait) in found.routed.items()]
-        yield f"Route turns by {best}: sessions then wait {'; '.join(said)}."
+        yield 5, f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
 def _runner_up(found: Recommendation, offer: Offer) -> str:
@@ -369,19 +388,21 @@ def gain_in_words(found: Recommendation) -> str:
 def cards(found: Recommendation) -> list[dict[str, str]]:
     """Return what a page shows first, as values with labels: the user's bounds with their margins, load and cost."""
     best, load = found.best, found.best.at_load
-    rate = best.rate_per_s
-    shown = [("requests/s" + (" within the bounds, at most" if found.bounds else ", saturated"), f"{rate.value:.3g}")]
+    rate, unit, turns = best.rate_per_s, "requests/s", 1.0
+    if best.sessions is not None:
+        rate, unit, turns = in_sessions(rate, best.sessions), "sessions/s", best.sessions.turns
+    shown = [(unit + (" within the bounds, at most" if found.bounds else ", saturated"), f"{rate.value:.3g}")]
     if rate.low is not None and rate.high is not None:
         shown.append(("likely range of this rate", f"{rate.low:.3g} to {rate.high:.3g}"))
-    is_over = load is None or load.rate_per_s > rate.value
-    at = "at that rate" if load is None or is_over else f"at {load.rate_per_s:.3g}/s (Poisson)"
+    is_over = load is None or load.rate_per_s > best.rate_per_s.value
+    at = "at that rate" if load is None or is_over else f"at {load.rate_per_s / turns:.3g}/s (Poisson)"
     for bound in found.bounds:
         if bound.predicted_s is not None:
             margin = f"margin {100 * (1 - bound.predicted_s / bound.bound_s):.0f}%"
             label = f"{bound.name}, p{100 * bound.quantile:g} {at}; bound {seconds(bound.bound_s)}, {margin}"
             shown.append((label, seconds(bound.predicted_s)))
     if load is not None:
-        shown.append(("your load, requests/s", f"{load.rate_per_s:.3g}"))
+        shown.append((f"your load, {unit}", f"{load.rate_per_s / turns:.3g}"))
         if load.confidence is not None and load.holds:
             shown.append(("holds your load in", tenths(load.confidence)))
     if best.cost_per_hour is not None:
@@ -389,5 +410,6 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     if best.cost_per_million_tokens is not None:
         shown.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
     if found.limit_per_s is not None:
-        shown.append(("requests/s, proven upper bound with these step times", f"{found.limit_per_s:.3g}"))
+        most = f"{found.limit_per_s / turns:.3g}"
+        shown.append((f"{unit}, proven upper bound with these step times", most))
     return [{"label": label, "value": value} for label, value in shown]

@@ -10,7 +10,7 @@ from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
-from xsimulator.forecast import FORECASTS
+from xsimulator.forecast import CHOICES, FORECASTS
 
 TIMED_WORDS = {
     "layer_s": "the time to launch a layer",
@@ -117,8 +117,8 @@ def ranges_in_words(plan: Plan) -> list[str]:
     they are not known.
     """
     figures = {
-        "rate_per_s": ("arrival rate within the bounds", "requests/s"),
-        "throughput_rps": ("saturated throughput", "requests/s"),
+        "rate_per_s": ("arrival rate within the bounds", f"{_unit(plan)}/s"),
+        "throughput_rps": ("saturated throughput", f"{_unit(plan)}/s"),
         "latency_s": ("from admission", "s"),
         "ttft_s": ("first token", "s"),
         "tpot_s": ("between tokens", "s"),
@@ -153,6 +153,8 @@ def bounds_in_words(constraint: Constraint) -> str:
         "latency_bound_s": "from arrival to the last token",
         "ttft_s": "to the first token",
         "tpot_s": "mean between tokens",
+        "session_wait_s": "waiting in a session",
+        "session_time_s": "for a session without its pauses",
     }
     quantiles = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
     return ", ".join(
@@ -162,18 +164,32 @@ def bounds_in_words(constraint: Constraint) -> str:
     )
 
 
+def _unit(plan: Plan) -> str:
+    return "requests" if plan.workload.sessions is None else "turns"
+
+
+def _rate(plan: Plan, rate_per_s: float) -> str:
+    sessions = plan.estimate.sessions
+    text = f"{rate_per_s:.4g} {_unit(plan)}/s"
+    return text if sessions is None else f"{rate_per_s / sessions.turns:.4g} sessions/s ({text})"
+
+
 def arrivals_in_words(plan: Plan) -> list[str]:
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
-    texts = []
+    texts, sessions, unit = [], e.sessions, _unit(plan)
+    every, of = ("turns and of all sessions", " of a turn") if sessions is not None else ("requests", "")
+    count = "requests" if sessions is None else f"turns of {sessions.num_sessions} sessions"
     if found is not None and not found.rate_per_s:
         texts.append("arrivals: practically no rate keeps the bounds, waiting included (simulated)")
     elif found is not None:
+        least = "at least " if sessions is not None and found.share_kept < 0.9995 else ""
         texts.append(
-            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}); at this rate "
-            f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
-            f"(p{100 * constraint.quantile:g} from arrival to the last token: {found.whole_s:.2f} s); "
-            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} "
-            f"warm-up requests, seed {found.seed}"
+            f"arrivals: up to {_rate(plan, found.rate_per_s)} ({_process(constraint)}); at this rate "
+            f"{least}{100 * found.share_kept:.1f}% of all {every} keep "
+            f"{bounds_in_words(constraint)}, waiting included "
+            f"(p{100 * constraint.quantile:g} from arrival to the last token{of}: {found.whole_s:.2f} s); "
+            f"simulated: {_with_error(found.error)}{found.num_requests} {count} after {found.warm_up_requests} "
+            f"warm-up {unit}, seed {found.seed}"
         )
         tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
         if tighter is not None and looser is not None:
@@ -185,7 +201,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
             texts.append(line)
     what = "latency of all requests" if constraint.sla == "request" else "output length"
     texts.append(
-        f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; then a request with the "
+        f"saturated: {e.throughput_rps:.4g} {unit}/s while {unit} are always waiting; then a {unit[:-1]} with the "
         f"p{100 * constraint.quantile:g} {what} takes {e.latency_s:.2f} s from admission"
     )
     return texts
@@ -252,6 +268,10 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     lines = []
     if either and set(either) <= set(kinds):
         lines.append("waa: waa-c and waa-m divide these devices in the same way")
+    if any(plan.workload.sessions is not None for plan in plans.values()):
+        apart = [kind for kind in missing if not CHOICES[kind].stations.admits_each_step]
+        missing = [kind for kind in missing if kind not in apart]
+        lines += [f"sessions are not planned under {', '.join(apart)}"] if apart else []
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")
@@ -364,10 +384,11 @@ def schedule_in_words(plan: Plan) -> str:
 def limit_in_words(plan: Plan) -> str:
     """Return a sentence on the upper bound for all other schedules. The plan's gap must be known."""
     constraint = plan.constraint
-    most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
+    most = _rate(plan, maximised(plan) * (1 + (plan.search.gap or 0.0)))
     if not constraint.bounds_latency:
         return f"no other schedule in the searched space serves more than {most}"
-    kept = "bounds" if len(constraint.bounds.given) > 1 else "bound"
+    num_bounds = len(constraint.bounds.given) + sum(bound is not None for bound in constraint.session_bounds)
+    kept = "bounds" if num_bounds > 1 else "bound"
     if constraint.maximises_arrivals:
         return f"no other schedule in the searched space keeps the {kept} at more than {most}"
     return f"no other schedule in the searched space serves more than {most} within the {kept}"

@@ -63,7 +63,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
         subject=(
             f"{plan.dtype}, {plan.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
-            f"{phrases.bounds_in_words(told.bounds) if told.bounds else 'no bounds'}"
+            f"{phrases.bounds_in_words(told.bounds, told.best.sessions) if told.bounds else 'no bounds'}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
         recommendation=words.lines(told, phrases.PAGE),
@@ -162,7 +162,10 @@ def _in_sessions(plan: Plan, profile: Profile) -> dict[str, object] | None:
             name = f"turn {i + 1}, {100 * share:.0f}% found: time to first token, s"
             rows.append((name, *(f"{value:,.3f}" for value in ends)))
     text = f"Simulated: {found.rate_per_s:.4g} sessions/s, about {found.at_once:.3g} at once. "
-    return {"rows": rows, "text": text + " ".join(words.session_lines(found))}
+    return {
+        "rows": rows,
+        "text": text + " ".join(line for _, line in words.session_lines(found, plan.constraint.quantile)),
+    }
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:

@@ -15,6 +15,7 @@ that the bounded quantile of a session's waiting is not below its mean.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -166,6 +167,7 @@ class _SessionSearch:
         self._num_tried = 0
 
     def found(self, policy: PolicyChoice) -> dict[str, Found]:
+        started = time.perf_counter()
         ceiling = self.ceiling()
         for kind, draft, rate in self._ranked():
             self._try(kind, draft, rate)
@@ -186,9 +188,11 @@ class _SessionSearch:
         if ceiling.most is not None:  # more sessions may begin than end
             piled_up = max(trial.length.piled_up for trial, _ in kept.values())
             ceiling = Ceiling((1 + piled_up) * ceiling.most, ceiling.bound)
+        effort = {"simulations": self._num_tried, "seconds": round(time.perf_counter() - started, 4)}
+        drafts = {kind: in_sessions(trial, rate, decides=not i) for i, (kind, (trial, rate)) in enumerate(ordered)}
         return {
-            kind: Found(in_sessions(trial, rate, decides=not i).but(pinned=pinned), ceiling)
-            for i, (kind, (trial, rate)) in enumerate(ordered)
+            kind: Found(draft.but(pinned=pinned, search=draft.search.but(**effort)), ceiling)
+            for kind, draft in drafts.items()
         }
 
     def _ranked(self) -> Iterator[tuple[str, PlanDraft, float]]:

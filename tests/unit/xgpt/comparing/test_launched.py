@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("short_simulations_here")
 
 SAME = CurrentEngine(
     tp_degree=2, num_stages=1, replicas=1, ep_degree=1, max_num_seqs=64, max_num_batched_tokens=4096, usable_memory=0.9,
-    max_model_len=8192, model="Qwen/Qwen3-8B", api_servers=1,
+    max_model_len=8192, model="Qwen/Qwen3-8B", api_servers=1, caches_prompts=True,
 )  # fmt: skip
 FLAGS = "--tensor-parallel-size 2 --max-num-seqs 64 --max-num-batched-tokens 4096 --gpu-memory-utilization 0.9 "
 FLAGS += "--max-model-len 8192"
