@@ -9,8 +9,9 @@ from xgpt.core.schema.constraint import BOUND_NAMES
 from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
+from xscheduler.objectives.sessions import KINDS as IN_SESSIONS
 from xscheduler.space import UNCUT
-from xsimulator.forecast import CHOICES, FORECASTS
+from xsimulator.forecast import FORECASTS
 
 TIMED_WORDS = {
     "layer_s": "the time to launch a layer",
@@ -269,7 +270,7 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if either and set(either) <= set(kinds):
         lines.append("waa: waa-c and waa-m divide these devices in the same way")
     if any(plan.workload.sessions is not None for plan in plans.values()):
-        apart = [kind for kind in missing if not CHOICES[kind].stations.admits_each_step]
+        apart = [kind for kind in missing if kind not in IN_SESSIONS]
         missing = [kind for kind in missing if kind not in apart]
         lines += [f"sessions are not planned under {', '.join(apart)}"] if apart else []
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
