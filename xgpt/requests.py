@@ -48,7 +48,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.fleet import SloWindow
-from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS, PolicyChoice
+from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS, PolicyChoice
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
 
@@ -201,8 +201,8 @@ class ObjectiveAndShares(BoundFields):
 
 
 def _choices_in_words() -> str:
-    each = " ".join(f"{name}: {does}." for name, does in CHOICES.items() if does)
-    others = ", ".join(name for name in CHOICES if name not in {*POLICY_GROUPS, *POLICY_GROUPS["auto"]})
+    each = " ".join(f"{name}: {does}." for name, does in POLICY_WORDS.items() if does)
+    others = ", ".join(name for name in POLICY_WORDS if name not in {*POLICY_GROUPS, *POLICY_GROUPS["auto"]})
     groups = f"exegpt: the better of rra and waa. auto: the best of all except {others}."
     return f'Kind of schedule, in which "encode" means prefill. {each} {groups}'
 
@@ -477,7 +477,7 @@ class LoadFields(OfAPlan):
             "--arrival-rate",
             "R|R:S,…",
             "rates",
-            "none, so requests are always waiting; to measure a plan that was made for arrivals, its predicted rate",
+            "none, so requests are always waiting; in `bench`, the predicted rate of a plan that was made for arrivals",
         ),
     ] = None
     """Poisson arrivals a second, or stages of different rates: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing
+from xgpt.deciding.sizing import Sizing, judge, verified_first
 from xgpt.problems import resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions, workload_of
@@ -215,7 +216,12 @@ def _found(
         of_log = request.workload
         found = {k: replace(one, draft=in_log(one.draft, problem.profile, of_log)) for k, one in found.items()}
     found = own_first(found)
-    other = resolved.beside or next(iter(found.values())).at_side
+    first = next(iter(found.values()))
+    other = resolved.beside or first.at_side
+    if load is not None and resolved.fewest is None and other is not None:
+        judges = partial(judge, profile=problem.profile, load=load, least=0.0, wanted=request.confidence)
+        found, _ = verified_first(found, judges, request.confidence)
+        other = other if next(iter(found.values())) is first else first.draft
     if asked not in (None, problem.constraint):
         problem = problem.under(asked)
         found = {kind: Found(_judged(one.draft, problem), NOT_SEARCHED) for kind, one in found.items()}

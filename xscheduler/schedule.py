@@ -11,6 +11,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Ceiling, Constraint, Plan, PlanDraft, PolicySettings, Profile, SearchEffort, SearchMethod
 from xgpt.core.schema.profile import MOST_HEADROOM
 from xgpt.observation.paces import usual
+from xscheduler.box_bounds import SLACK
 from xscheduler.candidates import Candidates
 from xscheduler.expression import objective_value
 from xscheduler.found import Found
@@ -66,15 +67,20 @@ class Scheduler:
             raise infeasible(self.candidates, kinds)
         return plans
 
-    def ceiling_of(self, found: Found, kind: str, beyond: float = 1.0) -> Ceiling:
+    def ceiling_of(self, found: Found, kind: str, beyond: float = 1.0, slower: float = 1.0) -> Ceiling:
         """Return a ceiling that also covers settings that keep memory full, for which requests wait. The search leaves
         them out, since closed forms do not predict them well.
+
+        Args:
+            beyond, slower: factors by which simulations may exceed the throughputs of closed forms, and fall below
+                their latencies.
         """
         most = found.ceiling.most
         if most is None:
             return found.ceiling
         rate = max(most, found.draft.estimate.throughput_rps)
-        bound = upper_bound(self.candidates.spaces(kind, between=True), rate)
+        loose = self.candidates.under(self.problem.constraint.looser(slower * (1 + SLACK)))
+        bound = upper_bound(loose.spaces(kind, between=True), rate)
         return found.ceiling._replace(most=beyond * bound.throughput)
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:

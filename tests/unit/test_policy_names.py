@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.test_imports import PACKAGES, ROOT
 from xgpt.core.schema import PolicySettings
-from xgpt.core.schema.policy import CHOICES
+from xgpt.core.schema.policy import POLICY_WORDS
 from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
@@ -81,5 +81,5 @@ def test_every_policy_has_all_its_parts() -> None:
         names = [variable.name for variable in forecast.settings.variables]
         assert forecast.settings.model_fields["kind"].default == kind
         assert {forecast.line, forecast.load, *forecast.follows} <= set(names)
-    assert CHOICES.keys() >= NAMES
+    assert POLICY_WORDS.keys() >= NAMES
     assert {forecast.settings for forecast in FORECASTS.values()} == set(get_args(get_args(PolicySettings)[0]))

@@ -20,8 +20,8 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.phrases import percent, range_in_words
 from xgpt.deciding.recommend import name_of
 from xgpt.deciding.verified import unverified
-from xgpt.reporting.fleet import costs_rows, kinds_rows
-from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
+from xgpt.reporting.fleet import costs_rows, kinds_rows, unverified_kinds
+from xgpt.reporting.plan_text import IN_EACH, OF_WINDOW, bounds_in_words, settings_text
 from xscheduler.expression import maximised
 from xsimulator.fitted import Fit
 
@@ -495,8 +495,7 @@ def calibration_notes(calibration: Calibration) -> list[str]:
 def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     share = f"{100 * constraint.quantile:g}%"
-    of = "the requests of each interval" if fleet.slo_window == "interval" else "the day's requests"
-    kept = f"{share} of {of} keep {bounds_in_words(constraint)}"
+    kept = f"{share} of {OF_WINDOW[fleet.slo_window]} keep {bounds_in_words(constraint)}"
     yield f"{plan.model.name}, {fleet.name}: {kept}"
     what = "kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths"
     columns, rows = kinds_rows(fleet)
@@ -508,8 +507,11 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     yield (
         f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
-        f"requests keep the bounds{IN_EACH[fleet.slo_window]}"
+        f"requests keep the bounds{IN_EACH[fleet.slo_window]}, but for chance; shares count requests that keep the "
+        "bounds less the headroom"
     )
+    if (unknown := unverified_kinds(fleet)) is not None:
+        yield unknown
     yield (
         f"proof: even a fleet of these replicas that knew the whole day in advance would cost at most {gap:.2f}% less; "
         f"if starting and stopping them took no time and cost nothing, it would still cost {fleet.least_cost:.4g}"

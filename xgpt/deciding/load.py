@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.core.load import KeptByWindow, LogLoad
+from xgpt.core.load import Growth, KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
@@ -18,6 +19,8 @@ from xsimulator.replay import replay
 
 MOST_COPIES = 4
 """Largest number of deployments of a plan, beyond those that its rate asks for, of which a replay is tried."""
+GROWTHS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+"""Factors on a log's rate at which a plan is replayed, to say which growth it no longer holds."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,19 @@ class CarriedLoad:
             times = replay(plan, profile, self.log)
             self._late[name] = None if times is None else times.excess(plan.constraint.all_bounds) > 1
         return self._late[name]
+
+    def too_much(self, plan: PlanDraft, profile: Profile) -> float | None:
+        """Return the least of `GROWTHS` at which a plan no longer holds the log, or None if it holds all."""
+        if (log := self.log) is None or log.requests.timestamp_s is None:
+            return None
+
+        def is_lost(factor: float) -> bool:
+            grown = replace(log, requests=Growth(rate=factor).trace(log.requests))
+            kept = CarriedLoad(self.rate_per_s, self.window, grown).kept(plan, profile)
+            return kept is not None and not kept.holds(plan.constraint.quantile)
+
+        at = bisect_left(GROWTHS, True, key=is_lost)
+        return GROWTHS[at] if at < len(GROWTHS) else None
 
     def alone(self, plan: PlanDraft, profile: Profile) -> float | None:
         """Return the share of the log's requests that keep the bounds if none waits for another, or None without a log

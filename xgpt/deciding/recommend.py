@@ -111,7 +111,7 @@ def recommend(
         is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
         gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
     most_devices = max((number for number, _ in tried), default=0)
-    action, why = _decide(first, present, gain, least_gain, most_devices)
+    action, why = _decide(first, present, gain, wanted, least_gain, most_devices)
     varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
     is_lost = first.at_load is not None and not first.at_load.holds
@@ -171,7 +171,7 @@ def recommend(
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
         saturated_per_s=None if best.constraint.maximises_arrivals else best.estimate.throughput_rps,
-        would_change=tuple(_would_change(shown[0], chosen, gain if chosen is first else None)),
+        would_change=tuple(_would_change(*shown, chosen, gain if chosen is first else None, load)),
         measurement=_measurement(best, first, path)
         if now is None or present is None
         else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
@@ -289,7 +289,12 @@ def times_at(plan: Plan, profile: Profile, rate_per_s: float) -> tuple[Floats | 
 
 
 def _decide(
-    first: Offer, now: Offer | None, gain: Gain | None, least_gain: float = LEAST_GAIN, most_devices: int = 0
+    first: Offer,
+    now: Offer | None,
+    gain: Gain | None,
+    wanted: float = 0.9,
+    least_gain: float = LEAST_GAIN,
+    most_devices: int = 0,
 ) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None:
@@ -305,6 +310,8 @@ def _decide(
             return "keep", "it keeps the bounds at your load, and no plan found does"
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "both hold your load, this plan on fewer devices"
+        if kept and would_keep and (now.at_load.confidence or 1) < wanted <= (first.at_load.confidence or 0):
+            return "change", "both hold your load, this plan more surely"
         if kept and would_keep:
             fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
             return "keep", f"it keeps the bounds at your load{fewer}"
@@ -363,9 +370,15 @@ def name_of(plan: Plan) -> str:
     return f"{plan.policy.kind}, {'' if plan.replicas == 1 else f'{plan.replicas} replicas of '}{stages}"
 
 
-def _would_change(plan: Plan, offer: Offer, gain: Gain | None) -> list[str]:
+def _would_change(
+    plan: Plan, profile: Profile, offer: Offer, gain: Gain | None, carried: CarriedLoad | None
+) -> list[str]:
     found, low, load = [], offer.rate_per_s.low, offer.at_load
-    if load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
+    replayed = None if load is None or load.share_kept is None or carried is None or carried.log is None else carried
+    if replayed is not None and load is not None and load.holds:
+        # A log comes in waves, so the highest rate of evenly spread arrivals says little.
+        found += [] if (factor := replayed.too_much(plan, profile)) is None else [f"{factor:g} times this load"]
+    elif load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {per_s(offer.rate_per_s.value, offer.sessions)}")
     elif low is not None and low <= 0 < offer.rate_per_s.value:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")

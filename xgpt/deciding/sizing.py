@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 from xgpt.core.progress import Progress
-from xgpt.core.schema import PlanDraft
+from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
 from xgpt.deciding.phrases import tenths
@@ -33,32 +35,17 @@ class Sizing:
         self._found: dict[int, tuple[dict[str, Found], Found]] = {}
 
     def judge(self, number: int, wanted: float) -> Judged:
-        """Judge the best plan on so many devices. Among plans that are sure enough, those that measurements verify come
-        first.
-        """
+        """Judge the best plan on so many devices."""
         if self._progress is not None:
             self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
         found = own_first(self._find(replace(self.problem, max_devices=number)))
-        kind, first = next(iter(found.items()))
-        judged, other = self._judge(first, wanted), first.at_side if unverified_shape(first.draft) else None
-        if other is not None and not unverified_shape(other):
-            beside = replace(first, draft=other)
-            also = self._judge(beside, wanted)
-            if also.confidence >= min(self._wanted, max(judged.confidence, 1e-9)):
-                found, judged = {kind: beside, **{k: v for k, v in found.items() if k != kind}}, also
+        first = next(iter(found.values()))
+        judges = partial(judge, profile=self.problem.profile, load=self._load, least=wanted, wanted=self._wanted)
+        found, judged = verified_first(found, judges, self._wanted)
         self._found[number] = found, first
         rate, chosen = rate_of(first.draft), next(iter(found.values())).draft
         needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
         return judged._replace(needed=needed, unverified=unverified(chosen))
-
-    def _judge(self, found: Found, wanted: float) -> Judged:
-        draft, profile = found.draft, self.problem.profile
-        likely = self._load.confidence(draft, profile)
-        likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
-        if likely >= wanted and (kept := self._load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
-            worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
-            return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}")
-        return Judged(likely, "" if likely >= self._wanted else f"they sustain the load in {tenths(likely)}")
 
     def of(self, number: int) -> tuple[dict[str, Found], PlanDraft | None]:
         """Return the schedules on a number of devices that was judged, and the one that stands beside the first."""
@@ -72,3 +59,29 @@ class Sizing:
         found, first = self._found[number]
         chosen = next(iter(found.values()))
         return chosen.draft, first.at_side if chosen is first else first.draft
+
+
+def judge(found: Found, profile: Profile, load: CarriedLoad, least: float, wanted: float) -> Judged:
+    """Judge how surely a schedule holds a load. A log is replayed if it is held with a probability of `least`."""
+    draft, likely = found.draft, load.confidence(found.draft, profile)
+    likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
+    if likely >= least and (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
+        worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
+        return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}")
+    return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
+
+
+def verified_first(
+    found: dict[str, Found], judge: Callable[[Found], Judged], wanted: float
+) -> tuple[dict[str, Found], Judged]:
+    """Return the schedules and the judgement of the first one. If measurements do not verify its placement, the best
+    one that they verify comes first, if it holds the load as surely as wanted, or as the first one.
+    """
+    kind, first = next(iter(found.items()))
+    judged, other = judge(first), first.at_side if unverified_shape(first.draft) else None
+    if other is not None and not unverified_shape(other):
+        beside = replace(first, draft=other)
+        also = judge(beside)
+        if also.confidence >= min(wanted, max(judged.confidence, 1e-9)):
+            return {kind: beside, **{name: one for name, one in found.items() if name != kind}}, also
+    return found, judged

@@ -86,9 +86,9 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
         yield ALWAYS, f"Keeps {kept} up to {rate}, about {sessions.at_once:.3g} at once."
         yield from session_lines(sessions, wanted)
     elif found.bounds and not found.nearest:
-        lasts = "" if best.simulated_s is None else f" for {span(best.simulated_s)}"
-        rate = in_words(best.rate_per_s, f"requests/s{lasts}")
-        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{spare} up to {rate}."
+        lasts = "" if best.simulated_s is None else f", over {span(best.simulated_s)} of arrivals"
+        rate = in_words(best.rate_per_s, "requests/s")
+        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{spare} up to {rate}{lasts}."
     elif not found.bounds:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
@@ -163,7 +163,8 @@ def _would_hold(found: Recommendation) -> str:
     name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up else name
     name = f"{of.name} ({of.settings})" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
-    return f"{found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}"
+    copies = f"{found.would_hold // of.num_devices} copies of {name}{_not_verified(of.unverified)}"
+    return f"{found.would_hold} would{sure}, as {copies}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:

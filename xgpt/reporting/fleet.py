@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
+from xgpt.deciding.verified import unverified
 from xgpt.pages import render
-from xgpt.reporting.plan_text import IN_EACH, bounds_in_words, settings_text
+from xgpt.reporting.plan_text import IN_EACH, OF_WINDOW, bounds_in_words, settings_text
 
 if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
@@ -19,8 +20,8 @@ def fleet_report(fleet: FleetPlan) -> str:
     return render(
         "fleet.html",
         heading=f"{plan.model.name}: {fleet.name}",
-        subject=f"{100 * constraint.quantile:g}% of the day's requests: {bounds_in_words(constraint)}; intervals of "
-        f"{fleet.interval_s:g} s",
+        subject=f"{100 * constraint.quantile:g}% of {OF_WINDOW[fleet.slo_window]}: {bounds_in_words(constraint)}; "
+        f"intervals of {fleet.interval_s:g} s",
         cards=[
             *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
             {"label": "cheaper than the constant fleet", "value": f"{100 * saved:.0f}%"},
@@ -37,7 +38,22 @@ def fleet_report(fleet: FleetPlan) -> str:
             f"enough requests keep the bounds{IN_EACH[fleet.slo_window]}. Even if starts and stops were free "
             "and immediate, no fleet would cost "
             f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
+            + ("" if (unknown := unverified_kinds(fleet)) is None else f" {unknown[0].upper()}{unknown[1:]}.")
         ),
+    )
+
+
+def unverified_kinds(fleet: FleetPlan) -> str | None:
+    """Return which of the kinds that run published measurements have not verified, in words."""
+    found = dict[str, list[str]]()
+    for k, kind in enumerate(fleet.kinds):
+        if any(interval.replicas[k] for interval in fleet.intervals):
+            for what in unverified(kind.plan):
+                found.setdefault(what, []).append(kind.name)
+    return (
+        None
+        if not found
+        else "measurements do not verify " + "; ".join(f"{what} ({', '.join(names)})" for what, names in found.items())
     )
 
 

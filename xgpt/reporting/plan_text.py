@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
-from xgpt.core.schema.policy import CHOICES, POLICY_GROUPS
+from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
 from xscheduler.objectives.sessions import KINDS as IN_SESSIONS
@@ -26,6 +26,7 @@ TIMED_WORDS = {
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
 IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
 """What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
+OF_WINDOW = {"interval": "the requests of each interval", "day": "the day's requests"}
 
 
 def settings_text(plan: Plan) -> str:
@@ -379,7 +380,7 @@ def schedule_in_words(plan: Plan) -> str:
                 f"some devices encode {_count(policy.encode_batch, 'request')} at once, and the others decode up to "
                 f"{policy.max_decode_batch}; neither waits for the other"
             )
-    return f"{CHOICES[policy.kind]} ({settings_text(plan)})"
+    return f"{POLICY_WORDS[policy.kind]} ({settings_text(plan)})"
 
 
 def limit_in_words(plan: Plan) -> str:

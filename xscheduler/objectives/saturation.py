@@ -125,7 +125,7 @@ class Saturated(Objective[Found]):
 
     def rank(self, kinds: Sequence[str]) -> Ranked[Found]:
         constraint, self._ladders = self.scheduler.problem.constraint, {}
-        self._beyond: dict[str, float] = {}
+        self._beyond: dict[str, tuple[float, float]] = {}
         if constraint.sla == "length" or constraint.latency_bound_s is None:
             return {kind: [_valued(plan)] for kind, plan in self.scheduler.found(kinds).items()}
         self._ladders = {kind: Ladder(self.scheduler, kind, self.progress) for kind in kinds}
@@ -149,7 +149,7 @@ class Saturated(Objective[Found]):
             kind: replace(
                 found,
                 draft=self.finish(found.draft),
-                ceiling=self.scheduler.ceiling_of(found, kind, self._beyond.get(kind, 1.0)),
+                ceiling=self.scheduler.ceiling_of(found, kind, *self._beyond.get(kind, (1.0, 1.0))),
             )
             for kind, found in ordered
             if found.draft.estimate.throughput_rps > rate
@@ -183,7 +183,8 @@ class Saturated(Objective[Found]):
             cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
             if cannot_win or not seen.refutes(plan):
                 found[kind] = _seen(closed, seen)
-                self._beyond[kind] = max(1.0, seen.throughput_rps / plan.estimate.throughput_rps)
+                slower = plan.estimate.latency_s / seen.latency_s if seen.latency_s else 1.0
+                self._beyond[kind] = max(1.0, seen.throughput_rps / plan.estimate.throughput_rps), max(1.0, slower)
             else:
                 if self.progress is not None:
                     self.progress(0, 1, simulating(kind))

@@ -291,7 +291,7 @@ class ArrivalsJudge(Judge):
         any_rate = self.plan.constraint.but(arrival_rate_per_s=None)
 
         def admitting(found: PlanDraft) -> PlanDraft:
-            running = _admission(self.plan, found).but(order=self.plan.admission.order)
+            running = _ordered_alike(found.admission, self.plan.admission)
             return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
 
         def planned(problem: Problem) -> Iterable[Found]:
@@ -309,18 +309,17 @@ class ArrivalsJudge(Judge):
 
 
 def _ruled_alike(found: PlanDraft, running: PlanDraft, profile: Profile) -> PlanDraft:
-    policy, order = found.policy, running.admission.order
+    policy, admission = found.policy, _ordered_alike(found.admission, running.admission)
     names = policy.tuned if policy.kind == running.policy.kind else ()
     more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
-    if len(policy.lanes) > 1 and order == "in-time":
-        order = "fcfs"
-    found = found.but(policy=policy.but(**more), admission=found.admission.but(order=order))
-    return with_step_times(found, profile) if more or order == "in-time" else found
+    if len(policy.lanes) > 1 and admission.order == "in-time":
+        admission = admission.but(order="fcfs")
+    found = found.but(policy=policy.but(**more), admission=admission)
+    return with_step_times(found, profile) if more or admission.order == "in-time" else found
 
 
-def _admission(plan: PlanDraft, best: PlanDraft) -> Admission:
-    order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
-    return best.admission.but(order=order)
+def _ordered_alike(admission: Admission, running: Admission) -> Admission:
+    return admission.but(order=running.order, row_tokens=running.row_tokens, eta=running.eta)
 
 
 def replaced(plan: PlanDraft, found: Found, *, in_place: bool) -> Found:
@@ -334,7 +333,9 @@ def replaced(plan: PlanDraft, found: Found, *, in_place: bool) -> Found:
     draft = plan.but(
         workload=best.workload,
         policy=best.policy,
-        admission=_admission(plan, best),
+        admission=best.admission
+        if plan.admission.order == "in-time"
+        else _ordered_alike(best.admission, plan.admission),
         stages=plan.stages if in_place else best.stages,
         replicas=plan.replicas if in_place else best.replicas,
         estimate=best.estimate,

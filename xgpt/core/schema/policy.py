@@ -233,7 +233,7 @@ SingleLaneSettings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettin
 PolicySettings = Annotated[SingleLaneSettings | WaaSettings, Field(discriminator="kind")]
 
 
-CHOICES: dict[str, str] = {
+POLICY_WORDS: dict[str, str] = {
     "rra": "encode a batch of prompts, then run several decode steps, in turn",
     "waa": "some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory",
     "waa-c": "",
@@ -250,7 +250,7 @@ CHOICES: dict[str, str] = {
 if TYPE_CHECKING:
     PolicyChoice = str
 else:
-    PolicyChoice = Literal[("auto", "exegpt", *CHOICES)]
+    PolicyChoice = Literal[("auto", "exegpt", *POLICY_WORDS)]
 POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "auto": ("rra", "chunked", "orca", "static", "waa-c", "waa-m"),
     "exegpt": ("rra", "waa-c", "waa-m"),

@@ -46,7 +46,7 @@ def test_settings_that_keep_the_bound_for_all_are_not_to_blame(tmp_path: Path) -
     found = compared(log(tmp_path / "log.csv", 0), 9)
     told = found.recommendation
     assert not found.answer and told.action == "keep"
-    assert told.would_change == (f"a load above {told.now.rate_per_s.value:.3g} requests/s",), "what is kept, no other"
+    assert not told.would_change, "twice this load is held, too"
     said = words.told(told, explained=False)
     assert said[-2:] == ["  xgpt check http://127.0.0.1:9000 --plan current.json", "More: --explain."]
     text = " ".join(" ".join(said).split())

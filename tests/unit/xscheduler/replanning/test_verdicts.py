@@ -15,7 +15,7 @@ from tests.rings import few
 from xgpt import api
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.load import LogLoad
+from xgpt.core.load import Growth, LogLoad
 from xgpt.core.schema import Constraint, Observation, OrcaSettings, Outcome, Pinned, Plan
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad, Gain, Offer, Ranged
@@ -99,10 +99,14 @@ def test_a_log_is_judged_by_its_replay_not_by_the_rate_of_its_busiest_window(tmp
     load = carried(LogLoad.of("log", read_lengths(path)), None)
     assert load is not None and load.log is not None and rate < load.rate_per_s
     assert at_load(plan, OF.profile, load).holds
-    assert found.decision.action == "keep" and found.decision.running.keeps_bound
+    assert found.decision.running.keeps_bound and found.decision.reason == "both hold your load, this plan more surely"
     told = found.decision.recommendation
     assert told is not None and told.now is not None and told.now.at_load is not None
     assert told.now.at_load.num_requests == 1760 and told.now.at_load.share_kept is not None
+    factor = load.too_much(found.plan, OF.profile)
+    assert factor is not None and told.would_change[0] == f"{factor:g} times this load", "not a rate of even arrivals"
+    more = carried(LogLoad.of("log", read_lengths(path), Growth(rate=factor)), None)
+    assert more is not None and not at_load(found.plan, OF.profile, more).holds
 
 
 def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
@@ -129,6 +133,10 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
     said = "neither holds your load, and the best plan keeps the bounds only for 48% of 640,932 requests"
     assert _decide(then, now, gain) == ("keep", said)
     assert _decide(now, then, gain.but(factor=Ranged(value=0.7, low=0.5, high=0.9)))[0] == "change"
+    sure, unsure = (kept.but(holds=True, confidence=share) for share in (0.95, 0.86))
+    said = "both hold your load, this plan more surely"
+    assert _decide(then.but(at_load=sure), now.but(at_load=unsure), gain) == ("change", said)
+    assert _decide(then.but(at_load=unsure), now.but(at_load=unsure), gain)[0] == "keep"
     unknown = then.but(at_load=AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False))
     assert _decide(unknown, now, gain)[0] == "change", "a replay that is not known decides nothing"
 
