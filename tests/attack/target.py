@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -174,7 +175,14 @@ class Target:
         assert self.metric(accepted) == self.metric(ended, 'kind="prompt"')
 
         def left() -> int:
-            return max(found - rss.get(process, 0) for process, found in self.rss_of_each().items())
+            after = self.rss_of_each()
+            gone, new = (
+                sorted((one[process] for process in one.keys() - other.keys()), reverse=True)
+                for one, other in ((rss, after), (after, rss))
+            )  # an engine that takes over may be as large as the one that died
+            grown = [found - rss[process] for process, found in after.items() if process in rss]
+            grown += [now - before for now, before in zip_longest(new, gone[: len(new)], fillvalue=0)]
+            return max(grown, default=0)
 
         assert not memory or eventually(lambda: left() < LEFT_MIB * MIB, 5), left()
 
