@@ -85,7 +85,7 @@ def test_options_that_a_plan_keeps_start_it_elsewhere() -> None:
 def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens: int) -> None:
     found = read_current("vllm serve m", load_cluster(cluster))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
-    assert len(found.notes) == 3 + (cluster == "local")
+    assert len(found.notes) == 2 + (cluster == "local")
     flags = "--max-num-seqs 4 --max-num-batched-tokens 64 --no-enable-prefix-caching --dtype float32"
     assert not read_current(f"vllm serve m {flags}", load_cluster(cluster)).notes
 
