@@ -477,7 +477,8 @@ class LoadFields(OfAPlan):
             "--arrival-rate",
             "R|R:S,…",
             "rates",
-            "none, so requests are always waiting; in xgpt bench, the predicted rate of a plan that was made for arrivals",
+            "none, so requests are always waiting; in xgpt bench, the predicted rate of a plan that was made for "
+            "arrivals",
         ),
     ] = None
     """Poisson arrivals a second, or stages of different rates: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30
