@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +23,7 @@ from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing, judge, verified_first
+from xgpt.deciding.sizing import Sizing, verified_first
 from xgpt.problems import resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions, workload_of
@@ -219,8 +218,7 @@ def _found(
     first = next(iter(found.values()))
     other = resolved.beside or first.at_side
     if load is not None and resolved.fewest is None and other is not None:
-        judges = partial(judge, profile=problem.profile, load=load, least=0.0, wanted=request.confidence)
-        found, _ = verified_first(found, judges, request.confidence)
+        found, _ = verified_first(found, problem.profile, load, request.confidence)
         other = other if next(iter(found.values())) is first else first.draft
     if asked not in (None, problem.constraint):
         problem = problem.under(asked)

@@ -510,7 +510,7 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
         f"requests keep the bounds{IN_EACH[fleet.slo_window]}, but for chance; shares count requests that keep the "
         "bounds less the headroom"
     )
-    if (unknown := unverified_kinds(fleet)) is not None:
+    if unknown := unverified_kinds(fleet):
         yield unknown
     yield (
         f"proof: even a fleet of these replicas that knew the whole day in advance would cost at most {gap:.2f}% less; "

@@ -310,7 +310,7 @@ def _decide(
             return "keep", "it keeps the bounds at your load, and no plan found does"
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "both hold your load, this plan on fewer devices"
-        if kept and would_keep and (now.at_load.confidence or 1) < wanted <= (first.at_load.confidence or 0):
+        if kept and would_keep and _is_surer(first.at_load.confidence, now.at_load.confidence, wanted):
             return "change", "both hold your load, this plan more surely"
         if kept and would_keep:
             fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
@@ -329,6 +329,10 @@ def _decide(
     if each.value < least_gain:
         return "keep", f"the best plan gains only {100 * (each.value - 1):.0f}%"
     return "change", ""
+
+
+def _is_surer(then: float | None, now: float | None, wanted: float) -> bool:
+    return then is not None and now is not None and now < wanted <= then
 
 
 def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
@@ -374,10 +378,9 @@ def _would_change(
     plan: Plan, profile: Profile, offer: Offer, gain: Gain | None, carried: CarriedLoad | None
 ) -> list[str]:
     found, low, load = [], offer.rate_per_s.low, offer.at_load
-    replayed = None if load is None or load.share_kept is None or carried is None or carried.log is None else carried
-    if replayed is not None and load is not None and load.holds:
+    if carried is not None and load is not None and load.holds and load.share_kept is not None:
         # A log comes in waves, so the highest rate of evenly spread arrivals says little.
-        found += [] if (factor := replayed.too_much(plan, profile)) is None else [f"{factor:g} times this load"]
+        found += [] if (factor := carried.too_much(plan, profile)) is None else [f"{factor:g} times this load"]
     elif load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {per_s(offer.rate_per_s.value, offer.sessions)}")
     elif low is not None and low <= 0 < offer.rate_per_s.value:

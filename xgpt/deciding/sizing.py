@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import ceil
 
 from xgpt.core.progress import Progress
@@ -40,8 +38,7 @@ class Sizing:
             self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         first = next(iter(found.values()))
-        judges = partial(judge, profile=self.problem.profile, load=self._load, least=wanted, wanted=self._wanted)
-        found, judged = verified_first(found, judges, self._wanted)
+        found, judged = verified_first(found, self.problem.profile, self._load, self._wanted, wanted)
         self._found[number] = found, first
         rate, chosen = rate_of(first.draft), next(iter(found.values())).draft
         needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
@@ -61,7 +58,7 @@ class Sizing:
         return chosen.draft, first.at_side if chosen is first else first.draft
 
 
-def judge(found: Found, profile: Profile, load: CarriedLoad, least: float, wanted: float) -> Judged:
+def _judge(found: Found, profile: Profile, load: CarriedLoad, wanted: float, least: float) -> Judged:
     """Judge how surely a schedule holds a load. A log is replayed if it is held with a probability of `least`."""
     draft, likely = found.draft, load.confidence(found.draft, profile)
     likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
@@ -72,16 +69,17 @@ def judge(found: Found, profile: Profile, load: CarriedLoad, least: float, wante
 
 
 def verified_first(
-    found: dict[str, Found], judge: Callable[[Found], Judged], wanted: float
+    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float, least: float = 0.0
 ) -> tuple[dict[str, Found], Judged]:
     """Return the schedules and the judgement of the first one. If measurements do not verify its placement, the best
     one that they verify comes first, if it holds the load as surely as wanted, or as the first one.
     """
     kind, first = next(iter(found.items()))
-    judged, other = judge(first), first.at_side if unverified_shape(first.draft) else None
+    judged = _judge(first, profile, load, wanted, least)
+    other = first.at_side if unverified_shape(first.draft) else None
     if other is not None and not unverified_shape(other):
         beside = replace(first, draft=other)
-        also = judge(beside)
+        also = _judge(beside, profile, load, wanted, least)
         if also.confidence >= min(wanted, max(judged.confidence, 1e-9)):
             return {kind: beside, **{name: one for name, one in found.items() if name != kind}}, also
     return found, judged

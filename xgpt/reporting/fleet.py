@@ -38,23 +38,20 @@ def fleet_report(fleet: FleetPlan) -> str:
             f"enough requests keep the bounds{IN_EACH[fleet.slo_window]}. Even if starts and stops were free "
             "and immediate, no fleet would cost "
             f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
-            + ("" if (unknown := unverified_kinds(fleet)) is None else f" {unknown[0].upper()}{unknown[1:]}.")
+            + (f" {unknown[0].upper()}{unknown[1:]}." if (unknown := unverified_kinds(fleet)) else "")
         ),
     )
 
 
-def unverified_kinds(fleet: FleetPlan) -> str | None:
-    """Return which of the kinds that run published measurements have not verified, in words."""
+def unverified_kinds(fleet: FleetPlan) -> str:
+    """Return which of the kinds that run published measurements have not verified, in words, or ""."""
     found = dict[str, list[str]]()
     for k, kind in enumerate(fleet.kinds):
         if any(interval.replicas[k] for interval in fleet.intervals):
             for what in unverified(kind.plan):
                 found.setdefault(what, []).append(kind.name)
-    return (
-        None
-        if not found
-        else "measurements do not verify " + "; ".join(f"{what} ({', '.join(names)})" for what, names in found.items())
-    )
+    each = "; ".join(f"{what} ({', '.join(names)})" for what, names in found.items())
+    return f"measurements do not verify {each}" if found else ""
 
 
 class FleetRows(NamedTuple):

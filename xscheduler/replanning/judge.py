@@ -291,8 +291,7 @@ class ArrivalsJudge(Judge):
         any_rate = self.plan.constraint.but(arrival_rate_per_s=None)
 
         def admitting(found: PlanDraft) -> PlanDraft:
-            running = _ordered_alike(found.admission, self.plan.admission)
-            return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
+            return _ruled_alike(found, self.plan, self.situation.profile)
 
         def planned(problem: Problem) -> Iterable[Found]:
             by = Scheduler(problem.under(any_rate))

@@ -136,6 +136,7 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
     sure, unsure = (kept.but(holds=True, confidence=share) for share in (0.95, 0.86))
     said = "both hold your load, this plan more surely"
     assert _decide(then.but(at_load=sure), now.but(at_load=unsure), gain) == ("change", said)
+    assert _decide(then.but(at_load=sure), now.but(at_load=unsure.but(confidence=0.0)), gain) == ("change", said)
     assert _decide(then.but(at_load=unsure), now.but(at_load=unsure), gain)[0] == "keep"
     unknown = then.but(at_load=AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False))
     assert _decide(unknown, now, gain)[0] == "change", "a replay that is not known decides nothing"
