@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -129,14 +130,16 @@ def text_of(make: Make) -> str:
         plans = make()
     except InfeasibleError as error:
         return f"{error}\n"
-    texts = {}
-    for kind, plan in plans.items():
-        values = plan.model_dump(mode="json")
-        del values["search"]["seconds"]
-        if values.get("recommendation"):
-            del values["recommendation"]["plan_sha256"]  # of a plan with its seconds
-        texts[kind] = values
-    return json.dumps(texts, indent=1) + "\n"
+    return json.dumps({kind: timeless(plan) for kind, plan in plans.items()}, indent=1) + "\n"
+
+
+def timeless(plan: Plan) -> dict[str, Any]:
+    """Return a plan's values without those that tell how long the search took."""
+    values = plan.model_dump(mode="json")
+    del values["search"]["seconds"]
+    if values.get("recommendation"):
+        del values["recommendation"]["plan_sha256"]  # of a plan with its seconds
+    return values
 
 
 def write(folder: Path, only: str) -> None:
