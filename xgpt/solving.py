@@ -185,6 +185,8 @@ def _planned(
     progress: Progress | None,
 ) -> Planned:
     try:
+        if resolved.refusal is not None:
+            raise resolved.refusal
         return _found(request, resolved, load, trace, progress)
     except InfeasibleError as error:
         if load is None or not error.nearest or resolved.problem.constraint.classes:
@@ -359,6 +361,7 @@ class _Resolved(NamedTuple):
     fewest: Fewest | None = None
     found: dict[str, Found] | None = None
     beside: PlanDraft | None = None
+    refusal: InfeasibleError | None = None
 
 
 def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
@@ -396,10 +399,11 @@ def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, 
     try:
         fewest = fewest_devices(problem.cluster.num_devices, sizing.judge, request.confidence)
         return _sized(sizing, fewest)
-    except InfeasibleError:
+    except InfeasibleError as error:
         if is_asked:
             raise
-        return _Resolved(problem)
+        is_at_any_rate = bool(error.nearest) and "arrival_rate_per_s" not in error.nearest
+        return _Resolved(problem, refusal=error if is_at_any_rate else None)
 
 
 def _sized(sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = ()) -> _Resolved:
@@ -462,4 +466,4 @@ def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
     done = simulate_day(fleet, day.requests, day.seconds, Follower(fleet), LOOK_S, first)
     times = model.simulate_replicas(done.replicas)
     kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
-    return FollowedFleet(done, len(day.requests), kept, within)
+    return FollowedFleet(done, len(day.requests), kept, within, fleet.constraint.quantile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,9 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     page = Path("day.html").read_text()
     assert "constant: " in page and page.count("<img ") == 1
     assert "leave it out" in xgpt.fails(2, "report", "fleet.json", "--profile", "p.json")
+    followed = xgpt("autoscale", "fleet.json", "--simulate", str(day)).out
+    assert re.match(r"The rule keeps the bounds for (all|99\.\d+%) of [\d,]{5,} requests; 99% must\.\n", followed)
+    assert "not their lengths" not in followed
 
 
 def test_bounds_hold_in_each_interval(xgpt: Xgpt, day: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -22,8 +22,9 @@ from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened, paced, waits_in_groups
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
-from xscheduler.objectives import arrivals, branches
+from xscheduler.objectives import arrivals, branches, every_setting
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.branches import Branch
 from xscheduler.objectives.every_setting import ALL_SETTINGS, EverySetting
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
@@ -459,6 +460,30 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     assert loose.search.gap is not None
     assert loose.search.gap > 3 * plan.search.gap
     assert loose.search.bound.startswith(branches.BOUND)
+
+
+def test_a_ceiling_of_long_answers_takes_no_more_steps_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of runs was limited, not that of their steps: a billion were simulated, in 100 s."""
+    answers = Workload(name="long", input=evenly(100, 200, 300), output=evenly(1500, 2000, 2500))
+    free = replace(problem("llama-3.1-8b", "h100x1", "chat-long"), workload=answers)
+    subject = free.under(Constraint(objective="arrivals", latency_bound_s=18.0, headroom=0.0))
+    events, tighten, run = list[int](), EverySetting.tighten, Trial.run
+
+    def counted(self: Trial, *given: Any) -> Any:
+        keeps, found = run(self, *given)
+        events.append(found.num_events)
+        return keeps, found
+
+    def watched(self: EverySetting, branches: Sequence[Branch]) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trial, "run", counted)
+            return tighten(self, branches)
+
+    monkeypatch.setattr(EverySetting, "tighten", watched)
+    monkeypatch.setattr(every_setting, "MOST_RUNS", 300)
+    plan_each(subject, "chunked")
+    most = 300 * every_setting.STEPS_OF_RUN
+    assert 0.5 * most < sum(events) < most + 3 * max(events)
 
 
 def test_draws_that_happen_to_agree_do_not_make_a_ceiling_sure() -> None:

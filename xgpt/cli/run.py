@@ -190,11 +190,20 @@ def _tell_share(asked: dict[str, Any]) -> None:
 
 def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
     with render.at_work("simulating"):
-        figures = api.simulate_autoscale(fleet_path, simulated_trace).figures
+        followed = api.simulate_autoscale(fleet_path, simulated_trace)
     if as_json:
-        click.echo(json.dumps(figures, indent=1))
+        click.echo(json.dumps(followed.figures, indent=1))
         return
-    rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in figures.items()]
+    least, kept = f"{100 * followed.share_wanted:g}%", phrases.percent(followed.share_within)
+    click.echo(f"The rule keeps the bounds for {kept} of {followed.num_requests:,} requests; {least} must.")
+    if followed.share_within < followed.share_wanted:
+        click.echo("It follows the number of requests, not their lengths: if these differ, plan a fleet for this day.")
+    rows = [
+        ["share within the bounds less the headroom", phrases.percent(followed.share_kept)],
+        ["device-hours", f"{followed.day.device_hours:.4g}"],
+        ["cost", f"{followed.day.cost:.4g}"],
+        ["replicas that ran at some time", f"{len(followed.day.replicas)}"],
+    ]
     render.show(render.table("the day on the simulated clock", ["figure", "value"], rows))
 
 

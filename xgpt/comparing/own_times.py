@@ -35,14 +35,14 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load
             if running.profile.dtype != "float8":
                 ways.insert(0, "dtype=float8")
             parts.append(
-                f"{int(too_long.sum())} have outputs of more than {most:,} tokens, which no schedule can finish in "
+                f"{int(too_long.sum()):,} have outputs of more than {most:,} tokens, which no schedule can finish in "
                 f"time, since a token takes {1e3 * found.each_s:.3g} ms even in an empty engine: only "
                 f"{', '.join(ways)} would help"
             )
     if rest := number - int(too_long.sum()):
         better = ""
         if planned is not None:
-            still = int((planned & late & ~too_long).sum())
-            better = f"; under the best plan {still:,} of these are late"
-        parts.append(f"{rest} are late because requests wait or share steps{better}")
+            still, new = int((planned & late & ~too_long).sum()), int((planned & ~late).sum())
+            better = f"; under the best plan {still:,} of these are late, and {new:,} that now are not"
+        parts.append(f"{rest:,} are late because requests wait or share steps{better}")
     return [f"of the {number:,} late requests, {'; '.join(parts)}"]

@@ -114,7 +114,9 @@ def tenths(share: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share as in 99.98%. "all" means all."""
-    return "all" if share >= 1 else f"{100 * min(share, 0.9999):.4g}%"
+    if 0 < share < 0.0001:
+        return "less than 0.01%"
+    return "all" if share >= 1 else f"{round(100 * min(share, 0.9999), 2):g}%"
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:

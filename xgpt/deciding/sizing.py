@@ -35,7 +35,8 @@ class Sizing:
     def judge(self, number: int, wanted: float) -> Judged:
         """Judge the best plan on so many devices."""
         if self._progress is not None:
-            self._progress(0, 1, f"searching plans on {number} of {self.problem.cluster.num_devices} devices")
+            of = f"{self.problem.cluster.num_devices} x {self.problem.cluster.device.name}"
+            self._progress(0, 1, f"searching plans on {number} of {of}")
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         first = next(iter(found.values()))
         found, judged = verified_first(found, self.problem.profile, self._load, self._wanted, wanted)

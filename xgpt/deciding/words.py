@@ -29,6 +29,8 @@ FAR = 1.0
 """A plan that a proof leaves further from the optimum than this share is not called near it."""
 MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
+MOST_CLUSTERS = 3
+"""Most compared clusters of which more than the cost is printed. plan.json has all."""
 ALWAYS = 9
 """Rank of what is never left out."""
 
@@ -40,7 +42,8 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
         most: number of lines after which the least important sentences are left out. None means that none are.
         end: a last sentence, such as where to read more. It is never left out.
     """
-    said, fewer = list(_sentences(found)), False
+    clusters = None if most is None else MOST_CLUSTERS
+    said, fewer = list(_sentences(found, most_clusters=clusters)), False
     while True:
         texts = [text for _, text in said]
         if end and texts[-1].endswith(".") and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
@@ -52,7 +55,7 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
         if most is None or len(shown) <= most or (least[0] == ALWAYS and fewer):
             return shown
         if least[0] == ALWAYS:
-            said, fewer = [each for each in _sentences(found, 1) if each[0] == ALWAYS], True
+            said, fewer = [each for each in _sentences(found, 1, clusters) if each[0] == ALWAYS], True
         else:
             said.remove(least)
 
@@ -63,8 +66,14 @@ def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
     return lines(found, most=None if explained else MOST_LINES, end=end)
 
 
-def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterator[tuple[int, str]]:
-    """Yield sentences with their ranks: the lowest are left out first."""
+def _sentences(
+    found: Recommendation, most_commands: int = MOST_COMMANDS, most_clusters: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield sentences with their ranks: the lowest are left out first.
+
+    Args:
+        most_clusters: number of clusters, the cheapest, of which more than the cost is said. None means all.
+    """
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
@@ -111,12 +120,16 @@ def _sentences(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Ite
     if found.sizes:
         yield 7, f"Devices{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
     if load is not None and load.holds and would:
-        yield 7, f"{would.replace(' would', ' would hold it', 1)}."
+        yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
     if found.runner_up is not None:
         is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
         yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
-    for each in found.clusters:
+    clusters = sorted(found.clusters, key=lambda each: each.why_not != "")  # the chosen one first
+    full = len(clusters) if most_clusters is None else most_clusters
+    for each in clusters[:full]:
         yield ALWAYS, _cluster(each)
+    if others := clusters[full:]:
+        yield ALWAYS, f"Others: {', '.join(_cost(each) for each in others)}."
     if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
         is_lost = found.limit_gap > FAR or (load is not None and not load.holds)
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
@@ -282,11 +295,13 @@ def _not_verified(unverified: tuple[str, ...]) -> str:
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
     """Return how surely each number of devices that was searched holds the load. More hold it no less surely, so
-    numbers between two equal ones are as these. If a number is too few, so are all below it.
+    numbers between two are as the lower one. If a number is too few, so are all below it.
     """
     spans = list[tuple[int, int, str]]()
     for size in sizes:
         words = f"in {tenths(size.confidence)}" if size.confidence else FEW
+        if spans and spans[-1][2] != FEW:
+            spans[-1] = spans[-1][0], size.num_devices - 1, spans[-1][2]
         if spans and spans[-1][2] == words:
             spans[-1] = spans[-1][0], size.num_devices, words
         else:
@@ -308,6 +323,11 @@ def _cluster(each: OfferedCluster) -> str:
     text += "" if each.confidence is None else f", in {tenths(each.confidence)}"
     text += " (not verified)" if each.unverified else ""
     return f"{text}; {each.why_not}." if each.why_not else f"{text}: chosen."
+
+
+def _cost(each: OfferedCluster) -> str:
+    cost = "too few or too slow" if each.cost_per_hour is None else f"{each.cost_per_hour:.4g} an hour"
+    return f"{each.name} {cost}"
 
 
 def decision_lines(decision: Decision, then: Offer | None = None, width: int = WIDTH) -> list[str]:

@@ -59,12 +59,19 @@ LOOK_S = 15.0
 
 @dataclass(frozen=True)
 class FollowedFleet:
-    """The result of a day on which a fleet followed a rule."""
+    """The result of a day on which a fleet followed a rule.
+
+    Attributes:
+        share_kept: share of requests that keep the bounds less the headroom.
+        share_within: share of requests that keep the bounds.
+        share_wanted: share of requests that must keep them.
+    """
 
     day: FollowedDay
     num_requests: int
     share_kept: float
     share_within: float
+    share_wanted: float
 
     @property
     def figures(self) -> dict[str, float]:

@@ -35,8 +35,8 @@ from xscheduler.box_bounds import SLACK
 from xscheduler.objectives.branches import Branch
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Array, Evaluation, Space
-from xsimulator.capacity import LASTING_REQUESTS, LEAST_REQUESTS, PRECISION, SEED, Trial, rates_of_draws
-from xsimulator.counts.arrivals import Stream
+from xsimulator.capacity import LASTING_REQUESTS, LEAST_REQUESTS, PRECISION, SEED, EngineRun, Trial, rates_of_draws
+from xsimulator.counts.arrivals import Run, Stream
 from xsimulator.counts.counted_run import is_counted
 from xsimulator.forecast.base import Ints
 
@@ -48,7 +48,10 @@ FEW = 12.0
 """Settings are simulated if at most this mean number of requests is in a replica."""
 WIDE = 1.08
 """They are simulated if a bound exceeds the best rate by this factor."""
-MOST_RUNS = 9000
+MOST_RUNS, STEPS_OF_RUN = 9000, 5_000
+"""A run counts once for each `STEPS_OF_RUN` steps that are computed one by one, and at least once for each
+`LEAST_REQUESTS` requests.
+"""
 AT_ONCE = 4096
 """Number of settings that are predicted together."""
 ALL_SETTINGS = "; where few requests run, simulations of every setting"
@@ -194,15 +197,19 @@ class EverySetting:
     def _outcome(
         self, trials: tuple[Trial, Trial], streams: Sequence[Stream], settings: _Settings, index: int
     ) -> _Outcome:
-        (short, long), plan = trials, settings.plan(index)
-        self._runs_left -= 1
-        if self._runs_left < 0:
+        if self._runs_left <= 0:
             raise _TooManyError
+        (short, long), plan = trials, settings.plan(index)
         keeps, run = short.of(plan).run(streams[0], self._slack, LENIENT)
+        self._runs_left -= max(1, _num_events(run) // STEPS_OF_RUN)
         if keeps:
-            self._runs_left -= LASTING_REQUESTS // LEAST_REQUESTS
             keeps, run = long.of(plan).run(streams[1], self._slack)
+            self._runs_left -= max(LASTING_REQUESTS // LEAST_REQUESTS, _num_events(run) // STEPS_OF_RUN)
         return _Outcome(keeps, np.asarray(run.end_ns).tobytes())
+
+
+def _num_events(run: Run | EngineRun) -> int:
+    return run.num_events if isinstance(run, Run) else 0
 
 
 class _TooManyError(Exception):

@@ -116,7 +116,7 @@ LANE = np.dtype(
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
-    + _fields("num_decode_steps buffer_steps encode_steps num_pieces_run decode_steps num_decoded")
+    + _fields("num_decode_steps buffer_steps encode_steps num_pieces_run decode_steps num_decoded num_skipped")
     + _fields("adjustment decode_batch credit encode_tokens", np.float64)
 )
 """The counts and settings of a schedule.
@@ -139,7 +139,7 @@ LANE = np.dtype(
   their prompts ended.
 - num_decode: under waa, the number of micro-batches of the decode lane.
 - encode_steps, decode_steps: numbers of settled steps with prompts and with decodes, in which num_pieces_run pieces of
-  prompts and num_decoded tokens were computed.
+  prompts and num_decoded tokens were computed. num_skipped of these steps were computed together with others.
 - occupies: whether a transfer takes compute time of the devices.
 """
 
@@ -377,6 +377,12 @@ class Run(ABC):
         """The numbers of steps with prompts, of pieces of prompts in them, of steps that decode, of tokens in these."""
         lane = self.state.lane[0]
         return np.array([lane[name] for name in ("encode_steps", "num_pieces_run", "decode_steps", "num_decoded")])
+
+    @property
+    def num_events(self) -> int:
+        """The number of steps that were computed one by one. The time of a run is proportional to it."""
+        lane = self.state.lane[0]
+        return int(lane["encode_steps"] + lane["decode_steps"] - lane["num_skipped"])
 
     @property
     def log(self) -> Any:

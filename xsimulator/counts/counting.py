@@ -379,6 +379,7 @@ def decode_on(s, lane, tables, free_ns):
     batch.num_decode_steps += most - left
     lane.num_settled += most - left
     lane.decode_steps += most - left
+    lane.num_skipped += most - left
     lane.num_decoded += (most - left) * decodes
     free_ns[0] = now_ns
     lane.now_ns = settled_ns if is_ahead else now_ns

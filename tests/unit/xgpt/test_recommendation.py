@@ -10,7 +10,7 @@ import xgpt
 from xgpt.comparing.compare import compare
 from xgpt.core.schema import Recommendation
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import AtLoad, Process, Ranged, Sized
+from xgpt.core.schema.recommendation import AtLoad, OfferedCluster, Process, Ranged, Sized
 from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
 from xgpt.deciding.verified import unverified
@@ -93,22 +93,27 @@ def test_the_runner_up_has_another_shape_and_verified_plans_stand_beside_others(
     assert told.runner_up_gain.then == told.runner_up.rate_per_s.value and not told.runner_up.needs_xgpt
 
 
-def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
+@pytest.fixture(scope="module")
+def small() -> Recommendation:
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-conv", "latency_bound_s": 8}
+    return solve(plan_request(**asked, policy="chunked")).recommendation
+
+
+def test_a_command_that_several_machines_run_alike_is_printed_once(small: Recommendation) -> None:
     """A plan for 24 devices had 16 lines, 8 of them twice the same command. With many commands, one is printed."""
-    asked = plan_request(
-        model="llama-3.1-8b", cluster="h100x1", workload="azure-conv", latency_bound_s=8, policy="chunked"
-    )
-    told = solve(asked).recommendation
-    (command,) = {process.command for process in told.best.processes}
+    (command,) = {process.command for process in small.best.processes}
     at = AtLoad(
         rate_per_s=9, window="20:45 to 21:00", minute_per_s=12.8, num_requests=10**6, share_kept=0.9, holds=False
     )
-    same = told.best.but(at_load=at, processes=(Process(command=command, port=8000),) * 3)
-    found = told.but(best=same, would_hold=40, would_hold_confidence=0.91)
+    same = small.best.but(at_load=at, processes=(Process(command=command, port=8000),) * 3)
+    found = small.but(best=same, would_hold=40, would_hold_confidence=0.91)
     said = lines(found, most=None)
     text = " ".join(" ".join(said).split())
     assert text.count("vllm serve") == 1 and "on each of 3 machines" in text
     assert "; 40 would in 9 of 10 cases, as" in text
+    unsure = at.but(holds=True, share_kept=0.99, confidence=0.8)
+    short = " ".join(" ".join(lines(found.but(best=same.but(at_load=unsure)))).split())
+    assert "40 would hold it in 9 of 10 cases" in short, "what is not sure enough needs this more than its warnings"
     enough = at.but(share_kept=0.9982, worst_window="21:15 to 21:30", worst_share_kept=0.97)
     only = " ".join(" ".join(lines(found.but(best=same.but(at_load=enough)), most=None)).split())
     assert "holds your load; 40" in text and "holds your load in each window; 40" in only
@@ -121,10 +126,10 @@ def test_a_command_that_several_machines_run_alike_is_printed_once() -> None:
     assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 
 
-def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:
+def test_devices_between_two_numbers_that_were_searched_are_as_sure_as_the_lower_one() -> None:
     of = [(1, 0.0), (4, 0.85), (5, 0.86), (6, 0.96), (8, 0.99)]
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
-    said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
+    said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 or 7 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
     said = "fewer than 4 are not surer, 4 to 8 hold it in 8 of 10 cases"
     of = [(4, 0.85), (6, 0.86), (8, 0.89)]
@@ -199,6 +204,29 @@ def test_a_range_is_said_in_one_way() -> None:
     none = Ranged(value=4.0, low=0.0, high=10.5)
     assert phrases.in_words(none, "requests/s") == "4 requests/s (likely at most 10.5; in the worst case none)"
     assert phrases.range_in_words(0.0, 10.5, "requests/s") == "at most 10.5 requests/s; in the worst case none"
+
+
+def test_a_few_of_many_are_not_said_to_the_fourth_digit() -> None:
+    """23 of 299,976 requests were 0.007667%."""
+    shares = {23 / 299_976: "less than 0.01%", 143 / 299_976: "0.05%", 0.97316: "97.32%", 0.999999: "99.99%", 1: "all"}
+    assert {share: phrases.percent(share) for share in shares} == shares
+
+
+def test_many_clusters_fit_on_fifteen_lines(small: Recommendation) -> None:
+    """Five clusters made 18 lines."""
+    costly = [
+        OfferedCluster(
+            name=f"h{i}x8", num_devices=8, price_per_device_hour=i, cost_per_hour=8 * i, why_not="costs more"
+        )
+        for i in range(1, 5)
+    ]
+    chosen = costly[1].but(name="b200x8", why_not="")
+    none = OfferedCluster(name="l40sx8", price_per_device_hour=1, why_not="no schedule keeps the bounds at any rate")
+    found = small.but(clusters=(*costly, chosen, none))
+    short, whole = ("\n".join(lines(found, most=most)) for most in (15, None))
+    assert len(short.split("\n")) <= 15 and "b200x8: 8 at 2 = 16 an hour: chosen." in short
+    assert "Others: h3x8 24 an hour, h4x8 32 an hour, l40sx8 too few or too slow." in " ".join(short.split())
+    assert "l40sx8 at 1 an hour each: no schedule keeps the bounds at any rate." in whole
 
 
 def test_replicas_that_get_no_request_of_a_log_are_left_out(tmp_path: Path) -> None:
