@@ -121,7 +121,7 @@ class ModelAndDevices(RequestBase):
     """The model's config.json: beside a Hugging Face id in `model`, or in place of `model`. Nothing is downloaded."""
     cluster: Annotated[Name | ClusterSpec, Option(names="clusters")] = "local"
     """Devices: local (this machine), local:N (N cores of this machine), a shipped name, or a YAML file."""
-    dtype: Annotated[DType | None, Option(unset="the model's default; float32 on a CPU")] = None
+    dtype: Annotated[DType | None, Option(unset="the engine's default; float32 in xgpt's own on a CPU")] = None
     """Data type of matrix products."""
     kv_dtype: Annotated[DType | None, Option(unset="the type in `profile`; without a profile, `dtype`")] = None
     """Data type of the KV cache, for example int8 on CPUs or float8 on GPUs. xgpt's own engine keeps the type `dtype`

@@ -28,10 +28,10 @@ AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | No
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
-    """Return the data type in which a model runs on a cluster's devices: `dtype`, or else the default there."""
+    """Return the data type in which a model runs on a cluster's devices: `dtype`, or else the engine's default."""
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
-        dtype = CPU_DTYPES[0] if on_cpu else spec.default_dtype
+        dtype = CPU_DTYPES[0] if on_cpu and engine != "vllm" else spec.dtype_in(engine)
     if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
         raise InputError("dtype", dtype, f"on a CPU models run only in {', '.join(CPU_DTYPES)}")
     if dtype == "int8" and (not on_cpu or engine == "vllm"):
@@ -113,12 +113,12 @@ def obtain_profile(
     A profile from a busy machine is cached for only ten minutes.
 
     Args:
-        dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
+        dtype: data type. None means the engine's default for the model or, on a CPU, the first of `CPU_DTYPES`.
         kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
             `dtype` implies.
         shared: see `analytic.profile`.
     """
-    dtype = dtype_of(spec, cluster, dtype)
+    dtype = dtype_of(spec, cluster, dtype, None if engine is None else engine.framework)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
         kv_dtype = "float8" if cluster.device.type == "gpu" else None
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
@@ -200,7 +200,9 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     Raises:
         InputError: one of these differs.
     """
-    make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
+    engine = " --engine vllm" if profile.engine == "vllm" else ""
+    command = f"xgpt profile --model {spec.name} --cluster {cluster.name}{engine} -o FILE"
+    make = f"make one with `{command}`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
         raise InputError("profile.model", profile.model.name, f"the plan is for {spec.name}, with {other}: {make}")
     if profile.device != cluster.device.name:

@@ -266,6 +266,8 @@ def test_what_serve_would_refuse_is_not_planned_for_this_machine(xgpt: Xgpt, pol
         "opt-125m",
         "--profile",
         "it.json",
+        "--dtype",
+        "float32",
         "--workload",
         "translation",
     )

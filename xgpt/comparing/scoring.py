@@ -45,8 +45,8 @@ def kept_options(current: CurrentEngine, engine: EngineSpec) -> Given:
 
 
 def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
-    """Return the data types of a GPU deployment: that of weights and that of K/V."""
-    dtype = current.dtype or problem.model.default_dtype
+    """Return the data types of a deployment: that of weights and that of K/V."""
+    dtype = current.dtype or problem.model.dtype_in(current.framework)
     return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
 
 
@@ -244,8 +244,11 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
             "--enable-expert-parallel"
         )
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
-    # On a CPU vLLM uses the config's dtype, but step times are known only for the plans' dtype, float32.
-    is_known = current.dtype in (None, problem.profile.dtype)
+    timed, runs = problem.profile.dtype, types_of(problem, current)[0]
+    if problem.profile.engine == current.framework == "vllm" and runs != timed and cluster.device.type == "cpu":
+        accepted = f"the profile is for {timed}: measure what runs with `xgpt profile --engine vllm --dtype {runs}`"
+        raise InputError("current: --dtype", runs, accepted)
+    is_known = current.dtype in (None, timed)
     if cluster.device.type == "gpu":
         is_known = has_types(problem, current)
     if not is_known:

@@ -145,7 +145,7 @@ def test_a_profile_of_vllm_on_this_machine_is_planned_for_vllms_own_scheduler(
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
     cluster = here.but(device=known)
-    profile = analytic.profile(spec, cluster, "float32").but(source="measured", engine="vllm", num_threads=3)
+    profile = analytic.profile(spec, cluster, "bfloat16").but(source="measured", engine="vllm", num_threads=3)
     asked = {"model": str(tmp_path), "workload": SHORT, "latency_bound_s": 5.0, "policy": "chunked"}
     plan = xgpt.plan(**asked, profile=profile, engine="vllm")
     assert plan.engine is not None and (plan.engine.scheduler, plan.engine.block_size) == ("own", 32)
@@ -153,8 +153,18 @@ def test_a_profile_of_vllm_on_this_machine_is_planned_for_vllms_own_scheduler(
     assert command is not None
     assert command.startswith(f"env VLLM_CPU_NUM_OF_RESERVED_CPU=1 vllm serve {tmp_path}")
     assert f"--max-num-batched-tokens {plan.policy.token_budget}" in command
+    assert "--dtype bfloat16" in command, "as vLLM runs a checkpoint in float32 if nothing is said"
     with pytest.raises(InputError, match="make one with `xgpt profile --engine vllm"):
         xgpt.plan(**asked, engine="vllm")
+    slow = analytic.profile(spec, cluster, "float32").but(source="measured", engine="vllm", num_threads=3)
+    with pytest.raises(InputError, match="plan with `dtype=float32`"):
+        xgpt.plan(**asked, profile=slow)
+    # The plan in float32 was compared with what ran in bfloat16 as if both took as long. It took 1.6 times as long.
+    asked = {**asked, "profile": slow, "dtype": "float32"}
+    del asked["policy"]
+    with pytest.raises(InputError, match="the profile is for float32: measure what runs with `xgpt profile --engine"):
+        xgpt.compare(**asked, current=f"vllm serve {tmp_path}")
+    assert xgpt.compare(**asked, current=f"vllm serve {tmp_path} --dtype float32").current is not None
 
 
 def test_profiles_tell_their_engine() -> None:

@@ -360,6 +360,10 @@ class ModelSpec(ModelShape):
         size = float(BYTES_PER_ELEMENT[dtype])
         return size if stored is None else min(size, stored.bytes_per_weight)
 
+    def dtype_in(self, engine: str | None) -> DType:
+        """Return the data type in which an engine runs the model if none is given. vLLM runs float32 as bfloat16."""
+        return "bfloat16" if engine == "vllm" and self.default_dtype == "float32" else self.default_dtype
+
     def weight_bytes(self, dtype: DType) -> int:
         others = self.embedding_params + self.num_encoder_layers * self.encoder_layer_params
         return math.ceil(others * BYTES_PER_ELEMENT[dtype] + self.layer_weight_bytes(dtype))
