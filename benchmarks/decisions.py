@@ -42,6 +42,10 @@ EDGE = 0.004
 """If a required share lower or higher by this changes the verdict, two simulations may judge it either way."""
 
 
+WANTED = 0.9
+"""Probability with which a load must be held: a plan that does so replaces a deployment that does not."""
+
+
 class Case(NamedTuple):
     asked: dict[str, Any]
     command: str
@@ -108,7 +112,9 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
             wrong.append(f"{name}: said {said}, replayed {seen.share:.4f}, worst window {seen.worst_share}")
     right = {(False, True): "change", (True, False): "keep"}.get((holds[0], holds[1]))
     if all(holds):
-        right = "change" if first.num_devices < told.now.num_devices else "keep"
+        ours, theirs = (None if o.at_load is None else o.at_load.confidence for o in (told.now, first))
+        is_surer = ours is not None and theirs is not None and ours < WANTED <= theirs
+        right = "change" if first.num_devices < told.now.num_devices or is_surer else "keep"
     if not any(holds) and abs(shares[1] - shares[0]) > CLEAR + EDGE:
         right = "change" if shares[1] > shares[0] else "keep"
     if right is not None and told.action != right:

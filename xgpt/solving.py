@@ -17,6 +17,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.refusals import refusal
 from xgpt.core.schema import Constraint, Plan, PlanDraft, Profile, Recommendation
 from xgpt.core.schema.fleet import FleetPlan
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.keeping import keeping_most
@@ -193,7 +194,15 @@ def _planned(
             raise
         asked = resolved.problem.constraint.but(arrival_rate_per_s=None, objective="arrivals")
         nearest = resolved.problem.under(asked.but(**error.nearest))
-        return replace(_found(request, _Resolved(nearest), load, trace, progress, asked), refusal=error)
+        planned = _found(request, _Resolved(nearest), load, trace, progress, asked)
+        # A plan for the nearest bounds may keep those that were asked, too.
+        is_kept = _is_at_any_rate(error) and rate_of(planned.best) > 0
+        return planned if is_kept else replace(planned, refusal=error)
+
+
+def _is_at_any_rate(error: InfeasibleError) -> bool:
+    """Return whether no schedule keeps the bounds, and not only at the asked rate."""
+    return bool(error.nearest) and "arrival_rate_per_s" not in error.nearest
 
 
 def _found(
@@ -402,8 +411,7 @@ def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, 
     except InfeasibleError as error:
         if is_asked:
             raise
-        is_at_any_rate = bool(error.nearest) and "arrival_rate_per_s" not in error.nearest
-        return _Resolved(problem, refusal=error if is_at_any_rate else None)
+        return _Resolved(problem, refusal=error if _is_at_any_rate(error) else None)
 
 
 def _sized(sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = ()) -> _Resolved:

@@ -171,7 +171,7 @@ def recommend(
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_gap=best.search.gap,
         saturated_per_s=None if best.constraint.maximises_arrivals else best.estimate.throughput_rps,
-        would_change=tuple(_would_change(*shown, chosen, gain if chosen is first else None, load)),
+        would_change=() if nearest else tuple(_would_change(*shown, chosen, gain if chosen is first else None, load)),
         measurement=_measurement(best, first, path)
         if now is None or present is None
         else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
@@ -380,7 +380,8 @@ def _would_change(
     found, low, load = [], offer.rate_per_s.low, offer.at_load
     if carried is not None and load is not None and load.holds and load.share_kept is not None:
         # A log comes in waves, so the highest rate of evenly spread arrivals says little.
-        found += [] if (factor := carried.too_much(plan, profile)) is None else [f"{factor:g} times this load"]
+        factor = carried.too_much(plan, profile)
+        found += [] if factor is None else [f"{factor:g} times this load, which it does not hold"]
     elif load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {per_s(offer.rate_per_s.value, offer.sessions)}")
     elif low is not None and low <= 0 < offer.rate_per_s.value:

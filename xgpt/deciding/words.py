@@ -118,12 +118,12 @@ def _sentences(
     if found.gain is not None and found.gain.then > 0:
         yield ALWAYS, f"{gain_in_words(found)}."
     if found.sizes:
-        yield 7, f"Devices{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
+        yield 7, f"Devices searched{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
-    if found.runner_up is not None:
+    if found.runner_up is not None and _keeps_any(found.runner_up):
         is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
-        yield (8 if is_sure else 3), _runner_up(found, found.runner_up)
+        yield (ALWAYS if is_sure else 3), _runner_up(found, found.runner_up)
     clusters = sorted(found.clusters, key=lambda each: each.why_not != "")  # the chosen one first
     full = len(clusters) if most_clusters is None else most_clusters
     for each in clusters[:full]:
@@ -210,7 +210,8 @@ def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterat
     if best.unverified:
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
     yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
-    yield from _commands(best, most_commands)
+    if not (found.nearest and best.needs_xgpt):  # then no plan.json is written
+        yield from _commands(best, most_commands)
 
 
 CLEAR_GAIN = 0.05
@@ -270,10 +271,14 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
         is_higher = offer.rate_per_s.value > first.rate_per_s.value
         start = f"{'Higher' if is_higher else start}{_not_verified(offer.unverified)}"
     gain = found.runner_up_gain
-    text = f"{start}: {_in_short(offer, found.best)}"
+    text = f"{start}: {_in_short(offer, found.best)}".removesuffix(":")
     if gain is not None and gain.factor is not None:
         text += f", {gain.factor.value:.2f} times yours"
     return f"{text}{_beside_load(offer.at_load)}."
+
+
+def _keeps_any(offer: Offer) -> bool:
+    return offer.rate_per_s.value > 0 or offer.at_load is None or (offer.at_load.share_kept or 0.0) > 0
 
 
 def _beside_load(load: AtLoad | None) -> str:
@@ -295,13 +300,11 @@ def _not_verified(unverified: tuple[str, ...]) -> str:
 
 def _sizes(sizes: tuple[Sized, ...]) -> str:
     """Return how surely each number of devices that was searched holds the load. More hold it no less surely, so
-    numbers between two are as the lower one. If a number is too few, so are all below it.
+    numbers between two equal ones are as these. If a number is too few, so are all below it.
     """
     spans = list[tuple[int, int, str]]()
     for size in sizes:
         words = f"in {tenths(size.confidence)}" if size.confidence else FEW
-        if spans and spans[-1][2] != FEW:
-            spans[-1] = spans[-1][0], size.num_devices - 1, spans[-1][2]
         if spans and spans[-1][2] == words:
             spans[-1] = spans[-1][0], size.num_devices, words
         else:

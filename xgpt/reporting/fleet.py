@@ -36,7 +36,7 @@ def fleet_report(fleet: FleetPlan) -> str:
             f"{fleet.num_requests:,} requests simulated; shares count requests that keep the bounds less the "
             f"headroom. Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
             f"enough requests keep the bounds{IN_EACH[fleet.slo_window]}. Even if starts and stops were free "
-            "and immediate, no fleet would cost "
+            "and immediate, no fleet of these replicas would cost "
             f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
             + (f" {unknown[0].upper()}{unknown[1:]}." if (unknown := unverified_kinds(fleet)) else "")
         ),
@@ -47,7 +47,7 @@ def unverified_kinds(fleet: FleetPlan) -> str:
     """Return which of the kinds that run published measurements have not verified, in words, or ""."""
     found = dict[str, list[str]]()
     for k, kind in enumerate(fleet.kinds):
-        if any(interval.replicas[k] for interval in fleet.intervals):
+        if fleet.constant.replicas[k] or any(interval.replicas[k] for interval in fleet.intervals):
             for what in unverified(kind.plan):
                 found.setdefault(what, []).append(kind.name)
     each = "; ".join(f"{what} ({', '.join(names)})" for what, names in found.items())

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
-from xgpt.core.policies.slack import StepClock
-from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, StepTimes, Surface
+from xgpt.core.schema import Curve, LayerTimes, PlanDraft, Profile, StageLane, Surface
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
@@ -118,13 +116,7 @@ def _counts_kv(plan: PlanDraft) -> bool:
 
 
 def main() -> None:
-    entries = (
-        one_lane_arrivals.run,
-        one_lane_arrivals.run_in_time,
-        two_lane_arrivals.run,
-        routed.run_routed,
-        homes.route,
-    )
+    entries = (one_lane_arrivals.run, two_lane_arrivals.run, routed.run_routed, homes.route)
     if all(map(is_kept, entries)):
         return
     spec = load_model("opt-125m")[0]
@@ -143,19 +135,13 @@ def main() -> None:
         spread=0.0,
     )
     cost, request = LaneCost(spec, profile, whole(spec)), (Kv(8, 16), Stream([1], [1], 1, [0]))
-    seconds = (1e-3, 2e-3)
-    times = StepTimes(
-        tokens=(0, 1), tokens_s=seconds, prompts=(0, 1), prompts_s=seconds, decode_s=0.0, context_s=0.0, error=0.0
-    )
-    for first_tokens in (None, FirstTokens(StepClock(times), 10**9)):
-        settings = LaneSettings(mix=True, max_batch=1, first_tokens=first_tokens)
-        OneLaneRun(settings, cost, *request).run()
+    lane = LaneSettings(mix=True, max_batch=1)
+    OneLaneRun(lane, cost, *request).run()
     TwoLaneRun(policies.TwoLaneSettings(1.0, 1, 8, 1), cost, cost, *request).run()
     number, none = np.ones(1, np.int64), np.zeros((2, 3), np.int32)
     homes.route(number, number - 1, number - 1, 1, 1, none, number, 0.0, 1, 1)
     turns = np.ones(1, TURN)
     turns["session"], turns["child"] = 0, NONE
-    lane = LaneSettings(mix=True, max_batch=1)
     runs = [OneLaneRun(lane, cost, *request) for _ in range(2)]
     routed.RoutedRun(runs, TurnStream(turns, 0), routed.BY_SESSION, 0.0).run()
 

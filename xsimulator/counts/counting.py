@@ -46,7 +46,10 @@ def blocks_to_enter(s, lane, id_):
 
 @helper
 def next_to_enter(s, lane, it):
-    return next_waiting(lane) if it is None else next_in_time(s, lane, it)
+    if it is None:
+        return next_waiting(lane)
+    else:
+        return next_in_time(s, lane, it) if it.at_once else next_waiting(lane)
 
 
 @helper
@@ -77,8 +80,9 @@ def admit(s, lane, it=None):
         lane.preempted = s.requests[id_].after
     else:
         lane.head += 1
-    if it is not None:
-        enter_in_time(it, id_)
+    if it is not None:  # noqa: SIM102 the compiler prunes it
+        if it.at_once:
+            enter_in_time(it, id_)
     return id_
 
 

@@ -27,6 +27,7 @@ class InTime(NamedTuple):
     """The state of order in-time, as arrays for compiled code.
 
     Attributes:
+        at_once: number of prompts that a step encodes, or 0 in other orders.
         latest_ns: for each request, the latest time at which its prefill can begin and be in time. # [requests]
         tokens, tokens_s, prompts, prompts_s: points and seconds of the step times.
         decode_s, context_s: seconds of attention for a decoding request, and for a token of context.
@@ -78,6 +79,14 @@ class InTime(NamedTuple):
             np.zeros(size),
             np.zeros(size, np.int64),
         )
+
+
+_NO_TOKENS, _NO_S = np.zeros(1, np.int64), np.zeros(1)
+NOT_IN_TIME = InTime(
+    *(0, 0, 0, 0.0, 0.0, _NO_TOKENS, _NO_TOKENS, _NO_S, _NO_TOKENS, _NO_S, np.zeros(6, np.int64), _NO_TOKENS),
+    *(np.zeros(1, bool), _NO_TOKENS, _NO_S, _NO_TOKENS),
+)
+"""For runs in other orders."""
 
 
 def _whole(points: Sequence[int]) -> npt.NDArray[np.int64]:

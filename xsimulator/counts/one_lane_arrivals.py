@@ -31,7 +31,7 @@ from xsimulator.counts.counting import (
     take_ends,
     take_in,
 )
-from xsimulator.counts.in_time import ORDERED, PAUSED, STOPPED_AT, InTime, plan
+from xsimulator.counts.in_time import NOT_IN_TIME, ORDERED, PAUSED, STOPPED_AT, InTime, plan
 from xsimulator.counts.turns import FOREVER, grow, next_arrival_ns
 
 MANY = np.iinfo(np.int64).max // 2
@@ -89,21 +89,14 @@ class OneLaneRun(Run):
             batch["max_batch"] = MANY if lane_settings.max_batch is None else lane_settings.max_batch
         self.tables, self.free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
         first = settings.first_tokens
-        self._in_time = None if first is None else InTime.of(first, patience_ns, stream)
+        self._in_time = NOT_IN_TIME if first is None else InTime.of(first, patience_ns, stream)
 
     def _go_on(self) -> bool:
-        if self._in_time is None:
-            return run(self.state, self.tables, self.free_ns)
-        return run_in_time(self.state, self.tables, self.free_ns, self._in_time)
+        return run(self.state, self.tables, self.free_ns, self._in_time)
 
 
 @kept
-def run(s, tables, free_ns):
-    return go_on(borrowed(s), borrowed(tables), free_ns, None)
-
-
-@kept
-def run_in_time(s, tables, free_ns, it):
+def run(s, tables, free_ns, it):
     return go_on(borrowed(s), borrowed(tables), free_ns, borrowed(it))
 
 
@@ -123,7 +116,7 @@ def go_on(s, tables, free_ns, it):
             settle(s, lane)
             take_in(s, lane)
             # Which request enters in time depends on the time.
-            if it is None or lane.head == lane.tail:
+            if not it.at_once or lane.head == lane.tail:
                 decode_on(s, lane, tables, free_ns)
         elif arrival_ns < FOREVER:
             lane.now_ns = arrival_ns
@@ -164,8 +157,9 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns, it):
 def next_step(s, lane, number, step, it):
     """Write a micro-batch's next step into `step`, or return False if it has no next step now."""
     batch = s.batches[number]
-    if it is not None:
-        plan(s, lane, batch, it)
+    if it is not None:  # noqa: SIM102 the compiler prunes it
+        if it.at_once:
+            plan(s, lane, batch, it)
     may = may_encode(s, lane, number)
     if not is_running(batch) and not (may and can_admit(s, lane, it)):
         return False

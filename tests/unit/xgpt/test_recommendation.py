@@ -76,7 +76,7 @@ def test_one_decision_names_all_devices_and_what_runs_now(told: Recommendation) 
     assert len(said) <= 15 and max(map(len, said)) <= 80
     assert re.match(r"Yours keeps the bounds for \S+ of [\d,]+ requests", said[0])
     text = " ".join(" ".join(words.told(told, explained=True)).split())
-    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices: ")[1].partition(". ")[0])
+    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices searched: ")[1].partition(". ")[0])
     assert str(told.sizes[-1].num_devices) in numbers and " on " in text.split("of optimal")[1][:12]
     assert told.gain is not None and told.gain.then == pytest.approx(told.gain.now * told.gain.factor.value)
     first = told.rejected or told.best
@@ -126,10 +126,10 @@ def test_a_command_that_several_machines_run_alike_is_printed_once(small: Recomm
     assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 
 
-def test_devices_between_two_numbers_that_were_searched_are_as_sure_as_the_lower_one() -> None:
+def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:
     of = [(1, 0.0), (4, 0.85), (5, 0.86), (6, 0.96), (8, 0.99)]
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
-    said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 or 7 in 19 of 20, 8 in 99 of 100"
+    said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
     said = "fewer than 4 are not surer, 4 to 8 hold it in 8 of 10 cases"
     of = [(4, 0.85), (6, 0.86), (8, 0.89)]

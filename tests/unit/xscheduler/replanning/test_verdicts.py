@@ -104,7 +104,9 @@ def test_a_log_is_judged_by_its_replay_not_by_the_rate_of_its_busiest_window(tmp
     assert told is not None and told.now is not None and told.now.at_load is not None
     assert told.now.at_load.num_requests == 1760 and told.now.at_load.share_kept is not None
     factor = load.too_much(found.plan, OF.profile)
-    assert factor is not None and told.would_change[0] == f"{factor:g} times this load", "not a rate of even arrivals"
+    assert factor is not None and told.would_change[0] == f"{factor:g} times this load, which it does not hold", (
+        "not a rate of even arrivals"
+    )
     more = carried(LogLoad.of("log", read_lengths(path), Growth(rate=factor)), None)
     assert more is not None and not at_load(found.plan, OF.profile, more).holds
 
