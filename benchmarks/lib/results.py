@@ -127,4 +127,5 @@ def filled(text: str, results: Mapping[str, Result]) -> str:
 def _command() -> str:
     module = sys.modules["__main__"].__spec__
     name = (module.name if module else "").removesuffix(".__main__")
-    return " ".join(["python -m", name, *sys.argv[1:]])
+    given = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return " ".join(["python -m", name, *given])
