@@ -40,8 +40,6 @@ CLUSTERS = {"h100x1": 1, "h200x1": 1, "a40x4": 4}
 NUM_REQUESTS = (150, 600)
 EDGE = 0.004
 """If a required share lower or higher by this changes the verdict, two simulations may judge it either way."""
-
-
 WANTED = 0.9
 """Probability with which a load must be held: a plan that does so replaces a deployment that does not."""
 

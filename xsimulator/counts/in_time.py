@@ -27,7 +27,7 @@ class InTime(NamedTuple):
     """The state of order in-time, as arrays for compiled code.
 
     Attributes:
-        at_once: number of prompts that a step encodes, or 0 in other orders.
+        at_once: number of prompts that micro-batches prefill concurrently, or 0 in other orders.
         latest_ns: for each request, the latest time at which its prefill can begin and be in time. # [requests]
         tokens, tokens_s, prompts, prompts_s: points and seconds of the step times.
         decode_s, context_s: seconds of attention for a decoding request, and for a token of context.
