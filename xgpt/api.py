@@ -13,6 +13,7 @@ import os
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -614,7 +615,7 @@ def tune(
         InfeasibleError: the model does not fit on the devices.
         MachineError: no engine starts, another search runs on this machine, or the time is too short.
     """
-    from xgpt.tuning.engines import Host, Manual, Template, Vllm
+    from xgpt.tuning.engines import Host, Manual, Own, Template, Vllm
     from xgpt.tuning.journal import alone
     from xgpt.tuning.problem import engine_problem
     from xgpt.tuning.tune import Search
@@ -632,11 +633,14 @@ def tune(
         host = Manual(ask)
     elif request.start is not None:
         host = Template(request.start, request.url)
+    elif request.engine == "xgpt":
+        host = Own()
     else:
         python()
         host = Vllm()
     with alone():
         problem = engine_problem(request, request.current, progress, also=request.also)
+        problem = replace(problem, plans=Path(f"{Path(request.journal).with_suffix('')}-plans"))
         if problem.problem.workload.sessions is not None:
             says = "independent requests are sent here: give request lengths, or send sessions by `xgpt check`"
             raise InputError("workload", problem.problem.workload.name, says)

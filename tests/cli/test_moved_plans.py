@@ -14,6 +14,7 @@ from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from xgpt.core.io import cache_dir, load_json
 from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.tuning import DrivenLoad
 from xgpt.resolve import load_cluster
 from xprofiler import analytic
 from xrunner.server.observe.watch import Watch
@@ -114,3 +115,28 @@ def test_a_dry_run_checks_where_logs_and_traces_go(xgpt: Xgpt, local_plan: Path)
     assert "cannot write .: it is a directory" in xgpt.fails(3, *dry, "--step-log", ".")
     Path("empty").mkdir()
     assert "the directory must contain a config.json" in xgpt.fails(2, *dry, "--checkpoint", "empty")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("local_plan")
+def test_tune_serves_plans_in_the_own_engine(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Plan] = []
+
+    def drive(url: str, *_: object, **__: object) -> DrivenLoad:
+        served.append(Plan(**httpx.get(f"{url}/plan").json()["plan"]))
+        times = dict.fromkeys((name for name in DrivenLoad.model_fields if name.endswith("_s")), 1.0)
+        return DrivenLoad(**times, num_requests=100, num_failed=0, share_kept=1.0, kept=True, seconds=1.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("xgpt.tuning.tune.drive", drive)
+    monkeypatch.setattr("xgpt.tuning.driving.MOST_LOADS", 1)
+    monkeypatch.setattr("xgpt.tuning.tune.MOST_RUNS", 1)
+    monkeypatch.setattr("xgpt.tuning.journal.cache_dir", lambda: Path("lock"))
+    for name, value in (("DESIGN", 16), ("SAMPLES", 512), ("REQUESTS", 60)):
+        monkeypatch.setattr(f"xscheduler.tuning.model.{name}", value)
+    problem = ("--engine", "xgpt", "--model", "model", "--workload", "lengths.csv", "--ttft", "20", "--quantile", "0.9")
+    ran = xgpt("tune", *problem, "--budget", "100s", "--json")
+    assert ran.code == 0, ran.err
+    (run,) = json.loads(ran.out)["runs"]
+    path = run["command"].removeprefix("xgpt serve ").removesuffix(" --no-replan")
+    assert served == [load_json(Path(path), Plan, "plan")]
+    assert (served[0].policy.token_budget, served[0].policy.max_batch) == (run["token_budget"], run["max_batch"])

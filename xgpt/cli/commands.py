@@ -174,13 +174,14 @@ def tune() -> None:
     """Find the best settings of an engine on your devices with as few measurements as possible.
 
     Each round starts the engine with the settings whose measurement can change the decision most, finds its highest
-    rate within the bounds, and ends it. vLLM starts on this machine, from the Python that XGPT_VLLM_PYTHON names. Other
-    engines and machines need --start or --manual.
+    rate within the bounds, and ends it. vLLM and xgpt's own engine start on this machine, vLLM from the Python that
+    XGPT_VLLM_PYTHON names. Other engines and machines need --start or --manual.
 
     \b
     Examples:
       xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --budget 60m
       xgpt tune --current 'vllm serve ./llama' --workload log.csv --ttft 1 --tpot 0.06 --resume
+      xgpt tune --engine xgpt --model ./llama --ttft 1 --tpot 0.06 --budget 60m
       xgpt tune --model llama-3.1-8b --cluster h100x1 --engine sglang --ttft 1 --tpot 0.03 --manual
     """
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from xgpt.client import served_model
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError, cut
-from xgpt.core.processes import end_with_parent, free_port
+from xgpt.core.processes import end_with_parent, free_port, run_module
 from xrunner.vllm.process import Reader, last_error, package_path, preload, python, started
 
 READY_S = 900.0
@@ -141,6 +141,16 @@ class Template:
                 yield url
             finally:
                 _end_group(process)
+
+
+class Own(Template):
+    """Starts `xgpt serve` on this machine."""
+
+    def __init__(self) -> None:
+        super().__init__("exec {command} --port {port}", None)
+
+    def run(self, words: Sequence[str], until_s: float) -> AbstractContextManager[str]:
+        return super().run([*run_module("xgpt"), *words[1:]], until_s)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

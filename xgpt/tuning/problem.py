@@ -6,7 +6,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import chain, product
+from pathlib import Path
 
 from xgpt.checkpoints import hub
 from xgpt.comparing.compare import engine_name, score_current
@@ -54,6 +56,7 @@ class EngineProblem:
     Attributes:
         kept: options of the present command that other settings' commands repeat.
         variants: further words of the command, each of which is tried. The first has none.
+        plans: folder of the plans that xgpt's own engine serves.
     """
 
     problem: Problem
@@ -62,6 +65,14 @@ class EngineProblem:
     kept: Given = field(default_factory=dict)
     command: str = ""
     variants: tuple[tuple[str, ...], ...] = ((),)
+    plans: Path = Path()
+
+    @property
+    def is_own(self) -> bool:
+        return self.problem.engine is not None and self.problem.engine.framework == "xgpt"
+
+    def file_of(self, plan: Plan) -> Path:
+        return self.plans / f"{sha256(repr((plan.policy, plan.stages, plan.replicas)).encode()).hexdigest()[:12]}.json"
 
     def command_of(self, plan: Plan, *, is_now: bool, variant: int = 0) -> str | None:
         """Return what starts the engine with a plan's settings: for those that run now, the present command itself; on
@@ -69,7 +80,10 @@ class EngineProblem:
         """
         if is_now and self.command:
             return self.command
-        command = engine_command(plan, self.kept)
+        if self.is_own:
+            command = plan.checkpoint and shlex.join(["xgpt", "serve", str(self.file_of(plan)), "--no-replan"])
+        else:
+            command = engine_command(plan, self.kept)
         if command and self.command and self.now is not None and _shape(plan) == _shape(self.now):
             command = _resized(self.command, command)
         return command and " ".join([command, *map(shlex.quote, self.variants[variant])])
@@ -119,8 +133,8 @@ def engine_problem(
         planned = _with_model(planned, running)
     name = planned.engine or (default if running is None else engine_name(running))
     problem, prior = _resolved(planned, name, cluster, progress)
-    if problem.engine is None or problem.engine.scheduler != "own" or problem.engine.framework == "xgpt":
-        raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm or sglang")
+    if problem.engine is None or problem.engine.scheduler != "own":
+        raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm, sglang or xgpt")
     if running is None:
         return EngineProblem(problem, prior, variants=variants)
     now = score_current(problem, running)
@@ -138,7 +152,7 @@ def _with_model(request: PlanRequest, running: CurrentEngine) -> PlanRequest:
 def _resolved(
     request: PlanRequest, name: object, cluster: ClusterSpec, progress: Progress | None
 ) -> tuple[Problem, Prior | None]:
-    if not cluster.is_local or request.profile is not None:
+    if not cluster.is_local or request.profile is not None or name == "xgpt":
         return resolve(request.but(engine=name), progress), None
     engine = load_engine(str(name)).measured_on(cluster.device.type)
     problem = resolve(request.but(engine=None), progress)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import dump_json, write_atomic
 from xgpt.core.schema import ChunkedSettings
 from xgpt.core.schema.tuning import DrivenLoad, TuneJournal, TuneOutput, TuneRun
 from xgpt.tuning.advice import advise
@@ -127,6 +128,8 @@ class Search:
         problem, (placement, settings) = self.tuner.model.problem, self.tuner.model.settings[candidate]
         expected = max(float(self.tuner.belief.draws[:, candidate].mean()), 0.02)
         told.start(command, expected)
+        if self._asked.is_own:
+            write_atomic(self._asked.file_of(plan := self.tuner.model.plan(candidate)), dump_json(plan))
         began_s, before, loads = time.monotonic(), ProcessorUse.now(), list[DrivenLoad]()
         start_s, found = 0.0, dict[str, Any]()
 
