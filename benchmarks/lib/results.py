@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
@@ -128,4 +129,4 @@ def _command() -> str:
     module = sys.modules["__main__"].__spec__
     name = (module.name if module else "").removesuffix(".__main__")
     given = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    return " ".join(["python -m", name, *given])
+    return f"python -m {name} {shlex.join(given)}".rstrip()

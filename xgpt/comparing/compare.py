@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf, isclose
+from pathlib import Path
 from typing import Any
 
 from xgpt.checkpoints import hub
@@ -26,8 +27,9 @@ from xgpt.comparing.scoring import (
     types_of,
 )
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.io import load_json
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ClusterSpec, Pinned, Plan, Recommendation
+from xgpt.core.schema import ClusterSpec, Pinned, Plan, Profile, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.recommend import name_of
@@ -129,10 +131,14 @@ def compare(
 
 
 def in_engine_of(request: PlanRequest, running: CurrentEngine, cluster: ClusterSpec) -> PlanRequest:
-    """Return a request for the engine that runs now, unless the request or its profile names one."""
-    if request.engine is None and request.profile is None and cluster.device.type == "gpu":
-        return request.but(engine=engine_name(running))
-    return request
+    """Return a request for the engine that runs now, unless the request or its profile names one. A profile of this
+    engine on this machine serves plans for the engine's own scheduler, too.
+    """
+    given, of_running = request.profile, cluster.device.type == "gpu"
+    if given is not None:
+        profile = load_json(Path(given), Profile, "profile") if isinstance(given, str) else given
+        of_running = cluster.is_local and profile.engine == running.framework
+    return request.but(engine=engine_name(running)) if request.engine is None and of_running else request
 
 
 def _with_current(

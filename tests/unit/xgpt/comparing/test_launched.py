@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.rings import few
-from xgpt.comparing.compare import Compared, compare
+from xgpt.comparing.compare import Compared, compare, in_engine_of
 from xgpt.comparing.current import CurrentEngine, is_model
 from xgpt.comparing.launched import find_engine, read_current
 from xgpt.comparing.other_engines import SGLANG
@@ -20,6 +20,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.deciding.commands import engine_command
 from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_engine, load_model
+from xprofiler import analytic
 
 pytestmark = pytest.mark.usefixtures("short_simulations_here")
 
@@ -532,3 +533,14 @@ def test_flags_of_sglang_change_its_loop(flags: str, ahead: bool, mixes: bool, c
 def test_parts_of_experts_that_do_not_divide_the_devices_are_refused() -> None:
     with pytest.raises(InputError, match="ep-size: 3 is not accepted; give one that divides 8"):
         read_current("sglang serve deepseek-ai/DeepSeek-R1 --tp 8 --ep 3", load_cluster("h200x8"))
+
+
+@pytest.mark.parametrize(("timed", "planned"), [("vllm", "vllm-0.32"), ("xgpt", None)])
+def test_a_profile_of_the_running_engine_on_this_machine_plans_for_its_own_scheduler(
+    timed: str, planned: str | None
+) -> None:
+    """The best plan needed xgpt's scheduler, and the one that a flag gives stood second."""
+    profile = analytic.profile(load_model("llama-3.1-8b")[0], load_cluster("h200x1"), "bfloat16").but(engine=timed)
+    request, here = plan_request(model="llama-3.1-8b", profile=profile, ttft_s=1.0), load_cluster("local")
+    running = read_current("vllm serve meta-llama/Llama-3.1-8B", here)
+    assert in_engine_of(request, running, here).engine == planned
