@@ -471,8 +471,8 @@ def proofs(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 REAL = (
     "In vLLM on a CPU, the plan without any measurement serves {plan} times as much within the bounds as defaults do, "
-    "and `xgpt tune` {defaults} times; {grid} times as much as auto_tune's grid and {tpe} times as Optuna's TPE find in "
-    "the same time."
+    "and `xgpt tune` {defaults} times; {grid} times as much as auto_tune's grid and {tpe} times as Optuna's TPE find "
+    "in the same time."
 )
 CLAIM = (
     "On {problems} engines whose step times are hidden from it, `xgpt tune` needs {tune} measurements in the median "
