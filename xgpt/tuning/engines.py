@@ -143,14 +143,12 @@ class Template:
                 _end_group(process)
 
 
-class Own(Template):
+class Own:
     """Starts `xgpt serve` on this machine."""
 
-    def __init__(self) -> None:
-        super().__init__("exec {command} --port {port}", None)
-
     def run(self, words: Sequence[str], until_s: float) -> AbstractContextManager[str]:
-        return super().run([*run_module("xgpt"), *words[1:]], until_s)
+        started_by = Template("exec {command} --port {port}", None)
+        return started_by.run([*run_module("xgpt"), *words[1:]], until_s)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
