@@ -489,8 +489,8 @@ def proofs(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 PUBLISHED = (
-    "In {problems} published sweeps of 8 to 24 rows, reading {tune} row in the median is enough for one within 5% of the "
-    "best, for TPE {tpe}; of {ended} closing proofs {true} were true."
+    "In {problems} published sweeps of 8 to 24 rows, reading {tune} row in the median is enough for one within 5% of "
+    "the best, for TPE {tpe}; of {ended} closing proofs {true} were true."
 )
 REAL = (
     "In vLLM on a CPU, the plan without any measurement serves {plan} times as much within the bounds as defaults do, "
