@@ -93,6 +93,7 @@ class Planned:
             self.plans,
             self.problem.profile,
             load=self.load,
+            searched=self.problem.max_devices or self.problem.cluster.num_devices,
             tried=() if self.fewest is None else self.fewest.tried,
             choices=self.choices,
             beside=self.beside,
@@ -196,7 +197,8 @@ def _planned(
         nearest = resolved.problem.under(asked.but(**error.nearest))
         planned = _found(request, _Resolved(nearest), load, trace, progress, asked)
         # A plan for the nearest bounds may keep those that were asked, too.
-        is_kept = _is_at_any_rate(error) and rate_of(planned.best) > 0
+        best = planned.steady or planned.best
+        is_kept = _is_at_any_rate(error) and rate_of(best) > 0
         return planned if is_kept else replace(planned, refusal=error)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from xgpt.core.io import sha256
 from xgpt.core.schema import (
     Admission,
+    ChunkedSettings,
     Estimate,
     PlanDraft,
     PolicySettings,
@@ -26,6 +27,7 @@ def draft_of(
     problem: Problem, space: Space, values: dict[str, float], settings: PolicySettings, effort: SearchEffort
 ) -> PlanDraft:
     """Return one point of a search space, a choice of settings, with its predicted figures."""
+    space = _started(problem, space, settings)
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
     most = int(space.capacity) if space.kv == "quantile" else None
@@ -59,6 +61,14 @@ def draft_of(
             provenance=profile.provenance,
         ),
     )
+
+
+def _started(problem: Problem, space: Space, settings: PolicySettings) -> Space:
+    """Return the space with the memory of an engine that is started with these settings. What runs has its own."""
+    engine = problem.engine_of(settings.kind)
+    if problem.deployed is not None or engine is None or engine.scheduler != "own" or not engine.sampling_bytes:
+        return space
+    return space.sampling_for(settings.most_running) if isinstance(settings, ChunkedSettings) else space
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil
@@ -144,6 +144,13 @@ class Space:
         other.constraint = self.constraint.but(headroom=headroom)
         return other
 
+    def sampling_for(self, slots: int) -> Space:
+        """Return this space with the memory beside an engine that is started for `slots` requests."""
+        other = copy(self)
+        other.limits = replace(self.limits, memory=self.limits.memory.sampling_for(slots))
+        vars(other).pop("capacity", None)
+        return other
+
     @cached_property
     def models(self) -> Models:
         return self._make_models()
@@ -183,7 +190,7 @@ class Space:
     @cached_property
     def capacity(self) -> float:
         limits = self.limits
-        at_rest = _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self._on_average)[1]
+        at_rest = float(self.request_blocks.most(limits.memory.blocks_beside(np.zeros(1)))[0])
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     @property
@@ -193,8 +200,9 @@ class Space:
 
     @property
     def request_blocks(self) -> RequestBlocks:
-        limits = self.limits
-        return _blocks_of(limits.memory, self.lengths, limits.block_size, self.kv, on_average=self._on_average)[0]
+        limits, on_average = self.limits, self._on_average
+        kept, own = limits.memory.kept_blocks, limits.memory.request_blocks
+        return _request_blocks(self.lengths, limits.block_size, self.kv, kept, own, on_average=on_average)
 
     def _blocks_beside(self, step_tokens: Array) -> Array:
         limits = self.limits
@@ -384,13 +392,7 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
     return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
-@lru_cache(maxsize=4096)
-def _blocks_of(
-    memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise, *, on_average: bool
-) -> tuple[RequestBlocks, float]:
-    kept, own = memory.kept_blocks, memory.request_blocks
-    law = RequestBlocks.of(lengths, block_size, kv, kept, own, on_average=on_average)
-    return law, float(law.most(memory.blocks_beside(np.zeros(1)))[0])
+_request_blocks = lru_cache(maxsize=4096)(RequestBlocks.of)
 
 
 class Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,6 +61,7 @@ class StepBuffers:
     def __init__(
         self, spec: ModelSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None = None, slots: int = 0
     ) -> None:
+        self.slots = slots
         if keeps is None or keeps.framework == "xgpt":
             self._most = float(SLICE_TOKENS)
             activations = float(activation_bytes_per_token(spec, precision.state))
@@ -71,7 +73,7 @@ class StepBuffers:
         rows = []
         for stage in lane:
             layer, between = _widths(spec, stage)
-            sampled = stage.heads * keeps.sampling_bytes * slots * spec.vocab_size
+            sampled = stage.heads * keeps.sampling_bytes * spec.vocab_size
             stays = spec.hidden_size + has_buffers * between
             inside, outputs, item = _encoded(spec, stage) if keeps.framework == "vllm" else (0.0, 0.0, 0.0)
             of_layer = size * (layer + (not has_buffers) * between)
@@ -83,7 +85,7 @@ class StepBuffers:
         stays, layer, sampled, inside, outputs, item = self.rows[stages].T[:, :, None]
         tokens = np.minimum(step_tokens, self._most)
         encoded = np.maximum(tokens, item)
-        own = stays * tokens + np.maximum(layer * tokens, sampled)
+        own = stays * tokens + np.maximum(layer * tokens, self.slots * sampled)
         return np.maximum(own + outputs * encoded, inside * encoded)
 
 
@@ -218,6 +220,13 @@ class LaneMemory:
         with np.errstate(divide="ignore"):
             blocks = np.where(block > 0, free / block, np.inf)
         return np.floor(np.maximum(blocks.min(axis=0), 0.0))
+
+    def sampling_for(self, slots: int) -> LaneMemory:
+        """Return the memory beside an engine that is started for `slots` requests."""
+        other = copy(self)
+        other._buffers = copy(self._buffers)
+        other._buffers.slots = slots
+        return other
 
     @property
     def request_blocks(self) -> float:

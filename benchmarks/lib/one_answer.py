@@ -106,7 +106,8 @@ def _told(text: str, told: Found) -> Iterator[str]:
         f"Yours keeps the bounds for {percent(now['share_kept'])} of": True,
         "it does not hold your load": not now["holds"],
         "No schedule found on your": not best["at_load"]["holds"] or "nearest" in told,
-        f"up to {best['rate_per_s']['value']:.3g} requests/s": "nearest" not in told,
+        f"up to {best['rate_per_s']['value']:.3g} requests/s": "nearest" not in told
+        and bool(best["rate_per_s"]["value"]),
         "at any rate; the nearest bounds that one keeps": "nearest" in told,
         f"Your load: {best['at_load']['rate_per_s']:.3g}/s": True,
         "Keep what runs now": told["action"] == "keep",

@@ -95,6 +95,7 @@ def test_every_option_has_a_help_text() -> None:
         ("bench localhost:8000", "a URL begins with http://"),
         ("replan plan.json", "Missing option '--lengths'; `xgpt replan --help` has an example"),
         ("replan plan.json --workload x.csv", "No such option '--workload'. Give --lengths."),
+        ("fleet --trace day.csv --quantile 0.9", "No such option '--quantile'. Give --attain."),
         ("fleet log.csv", "Missing option"),
         ("report plan.json x", "Got unexpected extra argument (x); `xgpt report --help` has an example"),
     ],

@@ -129,21 +129,28 @@ OPTIONS_ELSEWHERE = {
     "--latency-bound, --ttft or --tpot": ("--slo", "--sla-ms", "--latency-ms", "--itl", "--p99"),
 }
 """For options of other tools, what to give instead."""
+INSTEAD: dict[tuple[str | None, str], str] = {
+    ("replan", "--workload"): "--lengths",
+    ("replan", "--trace"): "--lengths",
+    ("fleet", "--quantile"): "--attain",
+    ("fleet", "--workload"): "--trace",
+}
+"""For a command and an option of other commands, its own."""
 
 
 def _elsewhere(error: click.NoSuchOption) -> str:
     """Return the end of the error for an unknown option: the option that was probably meant, or the commands that have
     the option.
     """
-    if error.ctx is not None and error.ctx.info_name == "replan" and error.option_name in ("--workload", "--trace"):
-        return " Give --lengths."
+    command = None if error.ctx is None else error.ctx.info_name
+    if (instead := INSTEAD.get((command, error.option_name))) is not None:
+        return f" Give {instead}."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
     if named:
         return f" These commands have it: `xgpt {'`, `xgpt '.join(named)}`."
     for here, elsewhere in OPTIONS_ELSEWHERE.items():
         if error.option_name in elsewhere:
-            command = "" if error.ctx is None or error.ctx.info_name is None else error.ctx.info_name
-            return f" Give {here}." if _takes(command, re.split("[ ,]", here)[0]) else f" `xgpt plan` has {here}."
+            return f" Give {here}." if _takes(command or "", re.split("[ ,]", here)[0]) else f" `xgpt plan` has {here}."
     near = similar(error.option_name, error.possibilities or [], cutoff=0.7)
     return f" Did you mean {near}?" if near else ""
 

@@ -20,8 +20,8 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.phrases import percent, range_in_words
 from xgpt.deciding.recommend import name_of
 from xgpt.deciding.verified import unverified
-from xgpt.reporting.fleet import costs_rows, kinds_rows, unverified_kinds
-from xgpt.reporting.plan_text import IN_EACH, OF_WINDOW, bounds_in_words, settings_text
+from xgpt.reporting.fleet import costs_rows, kinds_rows, planned_for, unverified_kinds
+from xgpt.reporting.plan_text import OF_WINDOW, bounds_in_words, settings_text
 from xscheduler.expression import maximised
 from xsimulator.fitted import Fit
 
@@ -505,11 +505,8 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     yield day_table(fleet)
     yield table("the day's cost", *costs_rows(fleet))
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
-    yield (
-        f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
-        f"requests keep the bounds{IN_EACH[fleet.slo_window]}, but for chance; shares count requests that keep the "
-        "bounds less the headroom"
-    )
+    words = planned_for(fleet)
+    yield f"{words[0].lower()}{words[1:]}"
     if unknown := unverified_kinds(fleet):
         yield unknown
     yield (
@@ -531,7 +528,7 @@ def day_table(fleet: FleetPlan) -> Table:
     for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
         stretch = list(part)
         first, intervals = stretch[0][0], [interval for _, interval in stretch]
-        kept = [interval.share_kept for interval in intervals if interval.share_kept is not None]
+        kept = [interval.within for interval in intervals if interval.within is not None]
         rows.append(
             [
                 f"{_clock(fleet.edges_s[first])} - {_clock(fleet.edges_s[first + len(intervals)])}",

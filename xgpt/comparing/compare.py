@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, inf, isclose
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -205,19 +205,25 @@ def _with_current(
     kept = {} if planned.best.engine is None else kept_options(running, planned.best.engine)
     scored = scored.deployed(pinned=Pinned(policy=request.policy, fixed=dict(request.fix)))
     judged = planned.recommend(
-        now=scored, now_profile=profiles[1], gains=gains, kept=kept, now_path=path, now_port=running.published
+        now=scored,
+        now_profile=profiles[1],
+        gains=gains,
+        kept=kept,
+        now_path=path,
+        now_port=running.published,
+        now_command=running.command,
     )
     late = () if planned.load is None else tuple(why_late(scored, planned.best, as_run, problem, planned.load))
     return refused_or(planned, Compared(planned.told(judged), scored, notes, ranges=gains, answer=late, kept=kept))
 
 
 def _is_same(scored: Plan, plan: Plan) -> bool:
-    """Return whether a command, which states a share of memory with two decimals, starts a plan."""
+    """Return whether a command starts a plan."""
     one, other = (
-        (settings_text(each), each.cluster, each.engine, each.precision, each.speculation) for each in (scored, plan)
+        (settings_text(each), each.stages, each.cluster, each.engine, each.precision, each.speculation)
+        for each in (scored, plan)
     )
-    blocks = zip(scored.stages, plan.stages, strict=False)
-    return one == other and all(isclose(a.kv_blocks, b.kv_blocks, rel_tol=0.02) for a, b in blocks)
+    return one == other
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -192,7 +192,9 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 def _at_saturation(problem: Problem, current: CurrentEngine, found: Deployed, settings: ChunkedSettings) -> PlanDraft:
     plan = found.scheduler.score(settings, found.placement, admits_by_use=True)
-    draft = plan.but(admission=plan.admission.but(max_running=None))
+    draft: PlanDraft = plan
+    if (plan.admission.max_running or inf) < current.max_num_seqs:  # the engine does not know it
+        draft = plan.but(admission=plan.admission.but(max_running=None))
     if settings.max_batch == current.max_num_seqs:
         return draft
     # closed forms leave out that requests are preempted when blocks run out

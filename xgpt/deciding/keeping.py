@@ -13,13 +13,13 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import PlanDraft
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
-from xgpt.deciding.recommend import by_itself
 from xgpt.deciding.verified import unverified_shape
 from xscheduler.found import Found
-from xscheduler.objectives.best_plans import found_each
+from xscheduler.objectives.best_plans import found_each, kinds_of
 from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
+from xsimulator.forecast import TUNED
 
 LOOSER = (1.5, 2.0, None)
 """Factors on all bounds. None means no bounds."""
@@ -36,7 +36,7 @@ def keeping_most(
     kept = load.kept(first.draft, problem.profile) if problem.constraint.maximises_arrivals else None
     if kept is None or kept.holds(problem.constraint.quantile):
         return found, beside, None
-    tried = [first.draft, *(() if beside is None else (beside,)), *_for_looser_bounds(kind, first, problem)]
+    tried = [first.draft, *(() if beside is None else (beside,)), *_for_looser_bounds(first, problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
     shape = Placement.of(best).degrees, best.replicas
@@ -44,6 +44,7 @@ def keeping_most(
     if unverified_shape(best):
         others.sort(key=lambda draft: bool(unverified_shape(draft)))
     if best is not first.draft:
+        kind = kind if best.policy.kind == first.draft.policy.kind else best.policy.kind
         found = {kind: Found(best, first.ceiling), **{name: one for name, one in found.items() if name != kind}}
     return found, next(iter(others), None), None if best is first.draft else first
 
@@ -53,15 +54,18 @@ def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
     return 0.0 if kept is None else kept.share
 
 
-def _for_looser_bounds(kind: str, first: Found, problem: Problem) -> Iterator[PlanDraft]:
-    is_plain = first.draft.estimate.reuse is None and first.draft.admission.order in ("fcfs", "in-time")
-    if not is_plain or not by_itself(first.plan):
+def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:
+    draft = first.draft
+    pinned, order = draft.pinned, draft.admission.order
+    if draft.estimate.reuse is not None or order not in ("fcfs", "in-time") or pinned.policy in TUNED:
         return
+    kind, engine = draft.policy.kind, problem.engine
+    needs_xgpt = engine is not None and not engine.runs(kind)
+    if needs_xgpt and "chunked" in kinds_of(problem, pinned.policy):  # what engines run by themselves
+        kind = "chunked"
     constraint = problem.constraint.but(arrival_rate_per_s=None)
     for factor in LOOSER:
         with suppress(InfeasibleError):
-            loose = found_each(problem.under(constraint.looser(factor)), first.draft.policy.kind)
-            draft = next(iter(loose.values())).draft.but(constraint=first.draft.constraint, pinned=first.draft.pinned)
-            draft = rated(draft.with_estimate(capacity=None), problem.profile)
-            if rate_of(draft) > 0 or not rate_of(first.draft):
-                yield draft
+            found = next(iter(found_each(problem.under(constraint.looser(factor)), kind).values())).draft
+            found = found.but(constraint=draft.constraint, pinned=pinned).with_estimate(capacity=None)
+            yield rated(found, problem.profile)

@@ -74,6 +74,13 @@ class CarriedLoad:
         at = bisect_left(GROWTHS, True, key=is_lost)
         return GROWTHS[at] if at < len(GROWTHS) else None
 
+    def sure_up_to(self, plan: PlanDraft, profile: Profile, wanted: float) -> float | None:
+        """Return the factor on the load's rate up to which a plan keeps its bounds with a probability, or None if that
+        is not known.
+        """
+        paces = paces_of(plan, profile)
+        return None if paces is None else rate_at(plan, profile, paces.at(wanted)) / self.rate_per_s
+
     def alone(self, plan: PlanDraft, profile: Profile) -> float | None:
         """Return the share of the log's requests that keep the bounds if none waits for another, or None without a log
         or a replay.

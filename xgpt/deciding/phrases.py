@@ -104,12 +104,10 @@ def span(value_s: float) -> str:
 
 
 def tenths(share: float) -> str:
-    """Return a probability as in "9 of 10 cases". It never says certain."""
-    if share >= 0.985:
-        return "99 of 100 cases"
-    if share >= 0.945:
-        return "19 of 20 cases"
-    return "hardly any case" if share < 0.05 else f"{max(1, min(9, int(10 * share + 1e-9)))} of 10 cases"
+    """Return a probability as in "9 of 10 cases": the next lower one of a few. It never says certain."""
+    known = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)
+    said = [f"{part} of {of} cases" for part, of in known if share >= part / of - 1e-9]
+    return said[-1] if said else "hardly any case"
 
 
 def percent(share: float) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import inf
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, inf
 from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
@@ -24,7 +24,7 @@ from xgpt.core.schema.recommendation import (
 from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
-from xgpt.deciding.load import CarriedLoad, Copies, at_load, enough
+from xgpt.deciding.load import GROWTHS, CarriedLoad, Copies, at_load, enough
 from xgpt.deciding.phrases import kept_in_words, per_s
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
@@ -63,6 +63,7 @@ def recommend(
     now_profile: Profile | None = None,
     gains: Mapping[str, RangeOutput] | None = None,
     load: CarriedLoad | None = None,
+    searched: int | None = None,
     tried: Sequence[tuple[int, Judged]] = (),
     choices: Sequence[ClusterChoice] = (),
     beside: Plan | None = None,
@@ -71,6 +72,7 @@ def recommend(
     path: str = "plan.json",
     now_path: str | None = None,
     now_port: int | None = None,
+    now_command: str = "",
     wanted: float = 0.9,
     least_gain: float = LEAST_GAIN,
     nearest: Mapping[str, float | None] = MappingProxyType({}),
@@ -83,6 +85,7 @@ def recommend(
         gains: by policy, the range of its gain per device over `now` under all assumptions; that of `beside` by its
             name (`name_of`).
         load: the load to carry, or None if the user states none.
+        searched: largest number of devices of which plans were searched. None means that of the best plan.
         tried: numbers of devices that were judged for this load, rising.
         choices: clusters that were compared, the cheapest first.
         beside: the best plan of another shape, or None.
@@ -90,6 +93,7 @@ def recommend(
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
         now_port: where the present deployment answers, if not where its command says.
+        now_command: what starts the present deployment, as given. "" means what starts such a plan.
         wanted: probability with which devices must hold the load.
         least_gain: factor by which another plan must be better than the present deployment to replace it.
         nearest: see `InfeasibleError`.
@@ -108,6 +112,10 @@ def recommend(
     if now is not None:
         present = offered(now, now_profile, now_path or "current.json")
         present = present.but(rate_per_s=_rate(now, ranges_of(now, now_profile)["ranges"]))
+        if now_command and not any(process.node for process in present.processes):
+            devices = tuple(device for process in present.processes for device in process.devices)
+            one = present.processes[0].but(command=now_command, devices=devices)
+            present = present.but(processes=(one,))
         is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
         gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
     most_devices = max((number for number, _ in tried), default=0)
@@ -169,9 +177,12 @@ def recommend(
         would_hold_of=copied or "best",
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
+        limit_devices=searched if searched is not None and searched > best.num_devices else None,
         limit_gap=best.search.gap,
         saturated_per_s=None if best.constraint.maximises_arrivals else best.estimate.throughput_rps,
-        would_change=() if nearest else tuple(_would_change(*shown, chosen, gain if chosen is first else None, load)),
+        would_change=()
+        if nearest
+        else tuple(_would_change(*shown, chosen, gain if chosen is first else None, load, wanted)),
         measurement=_measurement(best, first, path)
         if now is None or present is None
         else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
@@ -375,13 +386,12 @@ def name_of(plan: Plan) -> str:
 
 
 def _would_change(
-    plan: Plan, profile: Profile, offer: Offer, gain: Gain | None, carried: CarriedLoad | None
+    plan: Plan, profile: Profile, offer: Offer, gain: Gain | None, carried: CarriedLoad | None, wanted: float
 ) -> list[str]:
-    found, low, load = [], offer.rate_per_s.low, offer.at_load
+    found, low, load = list[str](), offer.rate_per_s.low, offer.at_load
     if carried is not None and load is not None and load.holds and load.share_kept is not None:
         # A log comes in waves, so the highest rate of evenly spread arrivals says little.
-        factor = carried.too_much(plan, profile)
-        found += [] if factor is None else [f"{factor:g} times this load, which it does not hold"]
+        found += _growths(plan, profile, carried, load.confidence, wanted)
     elif load is not None and load.holds and offer.rate_per_s.value > load.rate_per_s:
         found.append(f"a load above {per_s(offer.rate_per_s.value, offer.sessions)}")
     elif low is not None and low <= 0 < offer.rate_per_s.value:
@@ -394,6 +404,16 @@ def _would_change(
         side = "above" if edge.mixing > now else "below"
         found.append(f"prompts in a step slowing its decodes by {side} {100 * edge.mixing:.0f}%: then {edge.policy}")
     return found
+
+
+def _growths(plan: Plan, profile: Profile, load: CarriedLoad, confidence: float | None, wanted: float) -> Iterator[str]:
+    """Yield the least growth of a log that is found to change what is said of a plan."""
+    lost, sure = load.too_much(plan, profile), load.sure_up_to(plan, profile, wanted)
+    if confidence is not None and confidence >= wanted and sure is not None and sure < (lost or GROWTHS[-1]):
+        yield f"{max(1.01, ceil(100 * sure) / 100):g} times this load, which it holds less surely than wanted"
+    elif lost is not None:
+        held = max((growth for growth in GROWTHS if growth < lost), default=1.0)
+        yield f"{lost:g} times this load, which it does not hold{f' ({held:g} times it does)' if held > 1 else ''}"
 
 
 def _measurement(

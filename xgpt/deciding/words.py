@@ -97,7 +97,8 @@ def _sentences(
     elif found.bounds and not found.nearest:
         lasts = "" if best.simulated_s is None else f", over {span(best.simulated_s)} of arrivals"
         rate = in_words(best.rate_per_s, "requests/s")
-        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{spare} up to {rate}{lasts}."
+        up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else " at no rate"
+        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{up_to}."
     elif not found.bounds:
         yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
@@ -123,6 +124,7 @@ def _sentences(
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
     if found.runner_up is not None and _keeps_any(found.runner_up):
         is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
+        is_sure |= found.would_hold is not None and _is_surer(found.runner_up.at_load, load)
         yield (ALWAYS if is_sure else 3), _runner_up(found, found.runner_up)
     clusters = sorted(found.clusters, key=lambda each: each.why_not != "")  # the chosen one first
     full = len(clusters) if most_clusters is None else most_clusters
@@ -133,7 +135,8 @@ def _sentences(
     if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
         is_lost = found.limit_gap > FAR or (load is not None and not load.holds)
         gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
-        where = f" on {best.num_devices} devices" if best.num_devices > 1 else ""
+        number = found.limit_devices or best.num_devices
+        where = f" on {'up to ' if found.limit_devices else ''}{number} devices" if number > 1 else ""
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
         what = "searched" if found.with_more_work is None else "that the engine runs by itself"
         if found.saturated_per_s is None:
@@ -191,7 +194,8 @@ def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     if kept := kept_in_words(load):
         lost = f": it does not hold your load{_where_lost(load, bounds)}"
         return f"keeps the bounds for {kept}{'' if load.holds else lost}"
-    most = f"keeps the bounds up to {per_s(now.rate_per_s.value, now.sessions)}"
+    rate = now.rate_per_s.value
+    most = f"keeps the bounds {f'up to {per_s(rate, now.sessions)}' if rate else 'at no rate'}"
     asked = load.rate_per_s / (1 if now.sessions is None else now.sessions.turns)
     return f"{most}: {'enough' if load.holds else 'too little'} for your {asked:.3g}"
 
@@ -202,7 +206,8 @@ def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterat
     devices = found.devices
     if found.now is not None and best.num_devices < found.now.num_devices:
         devices = devices.replace(" x ", f" of your {found.now.num_devices} ", 1)
-    what = f"{best.name} on {devices}{engine}"
+    cost = "" if best.cost_per_hour is None or found.clusters else f" at {best.cost_per_hour:.4g} an hour"
+    what = f"{best.name} on {devices}{cost}{engine}"
     if found.action == "keep":
         yield f"Keep what runs now, {what}: {why}."
         return
@@ -281,6 +286,10 @@ def _keeps_any(offer: Offer) -> bool:
     return offer.rate_per_s.value > 0 or offer.at_load is None or (offer.at_load.share_kept or 0.0) > 0
 
 
+def _is_surer(load: AtLoad | None, than: AtLoad | None) -> bool:
+    return load is not None and than is not None and (load.confidence or 0.0) > (than.confidence or 0.0)
+
+
 def _beside_load(load: AtLoad | None) -> str:
     """Return what another candidate keeps of the user's load, in a few words."""
     if load is None:
@@ -309,12 +318,13 @@ def _sizes(sizes: tuple[Sized, ...]) -> str:
             spans[-1] = spans[-1][0], size.num_devices, words
         else:
             spans.append((1 if words == FEW else size.num_devices, size.num_devices, words))
-    said = [f"fewer than {spans[0][0]} are not surer"] if spans[0][0] > 1 else list[str]()
+    said = list[str]()
     for first, last, words in spans:
         numbers = str(first) if first == last else f"{first} {'or' if last == first + 1 else 'to'} {last}"
         is_first = words != FEW and not any(" hold" in each for each in said)
         verb = (" hold it" if last > first else " holds it") if is_first else ""
-        said.append(f"{numbers}{verb} {words}")
+        fewer = "" if said or first == 1 else " (fewer no more surely)"
+        said.append(f"{numbers}{verb} {words}{fewer}")
     before, cases, rest = ", ".join(said).partition(" cases")
     return before + cases + rest.replace(" cases", "")
 

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
 from xgpt.deciding.verified import unverified
 from xgpt.pages import render
-from xgpt.reporting.plan_text import IN_EACH, OF_WINDOW, bounds_in_words, settings_text
+from xgpt.reporting.plan_text import OF_WINDOW, bounds_in_words, settings_text
 
 if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
+
+
+IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
+"""What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
 
 
 def fleet_report(fleet: FleetPlan) -> str:
@@ -25,7 +29,7 @@ def fleet_report(fleet: FleetPlan) -> str:
         cards=[
             *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
             {"label": "cheaper than the constant fleet", "value": f"{100 * saved:.0f}%"},
-            {"label": "of requests keep the bounds", "value": f"{100 * fleet.planned.share_kept:.2f}%"},
+            {"label": "of requests keep the bounds", "value": f"{100 * fleet.planned.share_within:.2f}%"},
             {"label": "device-hours", "value": f"{fleet.planned.device_hours:.1f}"},
             {"label": "proven gap to the optimum", "value": f"{100 * fleet.gap:.2f}%"},
         ],
@@ -33,13 +37,22 @@ def fleet_report(fleet: FleetPlan) -> str:
         costs=costs_rows(fleet),
         kinds=kinds_rows(fleet),
         proof=(
-            f"{fleet.num_requests:,} requests simulated; shares count requests that keep the bounds less the "
-            f"headroom. Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
-            f"enough requests keep the bounds{IN_EACH[fleet.slo_window]}. Even if starts and stops were free "
-            "and immediate, no fleet of these replicas would cost "
-            f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
+            f"{fleet.num_requests:,} requests simulated. {planned_for(fleet)}. Even if starts and stops were free and "
+            "immediate, no fleet of these replicas would cost less than "
+            f"{fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
             + (f" {unknown[0].upper()}{unknown[1:]}." if (unknown := unverified_kinds(fleet)) else "")
         ),
+    )
+
+
+def planned_for(fleet: FleetPlan) -> str:
+    """Return the load for which a fleet is planned, in words. Shares that are shown beside count the full bounds."""
+    margin = max(kind.plan.constraint.headroom for kind in fleet.kinds)
+    spare = f" with {100 * margin:.3g}% to spare" if margin else ""
+    return (
+        f"Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
+        f"{100 * fleet.constraint.quantile:g}% of the requests keep the bounds{spare}{IN_EACH[fleet.slo_window]}, "
+        "but for chance"
     )
 
 
@@ -81,7 +94,7 @@ def kinds_rows(fleet: FleetPlan) -> FleetRows:
 def costs_rows(fleet: FleetPlan) -> FleetRows:
     def row(name: str, figures: FleetFigures) -> list[str]:
         cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
-        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
+        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_within:.2f}%"]
 
     constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
     columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
@@ -101,7 +114,7 @@ def _day(fleet: FleetPlan) -> Chart:
         hours,
         load=[interval.rate_per_s for interval in intervals],
         replicas={kind.name: [interval.replicas[k] for interval in intervals] for k, kind in enumerate(fleet.kinds)},
-        kept=[interval.share_kept for interval in intervals],
+        kept=[interval.within for interval in intervals],
         asked=fleet.constraint.quantile,
         costs=[cost_per_hour(interval.replicas) for interval in intervals],
         constant_cost=cost_per_hour(fleet.constant.replicas),
@@ -110,6 +123,6 @@ def _day(fleet: FleetPlan) -> Chart:
         drawn,
         alt=f"load, replicas, kept requests and cost of {fleet.name} over {hours[-1]:g} hours",
         caption="From top to bottom: arriving requests, replicas of each kind, the share of each interval's requests "
-        "that keep the bounds reduced by the headroom, and the hourly cost of the fleet (dashed: of the cheapest "
+        "that keep the bounds, and the hourly cost of the fleet (dashed: of the cheapest "
         "constant fleet).",
     )

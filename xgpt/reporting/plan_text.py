@@ -24,8 +24,6 @@ TIMED_WORDS = {
     "tokenise_s": "the time to tokenise prompts",
 }
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
-IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
-"""What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
 OF_WINDOW = {"interval": "the requests of each interval", "day": "the day's requests"}
 
 

@@ -12,7 +12,6 @@ from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Precision, Stage, WaaSettings
 from xgpt.core.schema.engine import CPU_BLOCK_SIZE
-from xgpt.core.schema.policy import most_running
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -106,7 +105,7 @@ def runs_by_itself(plan: Plan) -> bool:
 
 def own_sizes(plan: Plan, policy: ChunkedSettings) -> tuple[int, int]:
     tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
-    return tokens, min(policy.max_batch, most_running(policy.token_budget, policy.microbatches))
+    return tokens, policy.most_running
 
 
 def own_arguments(plan: Plan) -> list[str]:

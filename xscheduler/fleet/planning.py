@@ -283,14 +283,18 @@ def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: Re
 def _intervals(model: FleetModel, counts: Ints, times: RequestTimes) -> tuple[FleetInterval, ...]:
     intervals, count = model.intervals, len(counts)
     arrived = np.bincount(intervals.of_requests, minlength=count)
-    good = np.bincount(intervals.of_requests, kept(model, times), count)
+    good, within = (
+        np.bincount(intervals.of_requests, kept(model, times, headroom=headroom), count) / np.maximum(arrived, 1)
+        for headroom in (True, False)
+    )
     return tuple(
         FleetInterval(
             rate_per_s=float(intervals.rates[i]),
             peak_per_s=float(intervals.peaks[i]),
             lengths=int(intervals.groups[i]),
             replicas=tuple(counts[i].tolist()),
-            share_kept=float(good[i] / arrived[i]) if arrived[i] else None,
+            share_kept=float(good[i]) if arrived[i] else None,
+            share_within=float(within[i]) if arrived[i] else None,
         )
         for i in range(count)
     )

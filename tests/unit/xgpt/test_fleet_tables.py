@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fleets import fleet_of
+from xgpt.cli.render import day_table
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.reporting.fleet import costs_rows, fleet_report, kinds_rows
 
@@ -27,3 +28,17 @@ def test_prices_and_costs_are_shown_only_if_a_price_is_known(price: float | None
     )
     page = fleet_report(fleet)
     assert ("price/h" in page) == ("the day&#39;s cost" in page or "the day's cost" in page) == is_known
+
+
+def test_shares_count_the_bounds_that_are_stated() -> None:
+    """A headline said that 90% keep the bounds; a row said 88.3%, of those that keep them less the headroom."""
+    fleet = fleet_of([1.0, 3.0])
+    shares = [(0.883, 0.931), (0.95, 0.96)]
+    intervals = tuple(
+        each.but(share_kept=kept, share_within=within)
+        for each, (kept, within) in zip(fleet.intervals, shares, strict=True)
+    )
+    fleet = fleet.but(intervals=intervals, planned=fleet.planned.but(share_kept=0.91, share_within=0.94))
+    assert "93.1%" in list(day_table(fleet).columns[-1].cells)
+    assert costs_rows(fleet).rows[0][-1] == "94.00%" and "94.00%" in fleet_report(fleet)
+    assert intervals[0].but(share_within=None).within == 0.883, "a file of an earlier version"

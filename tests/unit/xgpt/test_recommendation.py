@@ -131,9 +131,63 @@ def test_only_numbers_that_were_searched_are_said_to_hold_the_load() -> None:
     sizes = tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)
     said = "1 too few, 4 or 5 hold it in 8 of 10 cases, 6 in 19 of 20, 8 in 99 of 100"
     assert words._sizes(sizes) == said
-    said = "fewer than 4 are not surer, 4 to 8 hold it in 8 of 10 cases"
+    said = "4 to 8 hold it in 8 of 10 cases (fewer no more surely)"
     of = [(4, 0.85), (6, 0.86), (8, 0.89)]
     assert words._sizes(tuple(Sized(num_devices=number, confidence=likely) for number, likely in of)) == said
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.771, "7 of 10 cases"),
+        (0.948, "9 of 10 cases"),
+        (0.95, "19 of 20 cases"),
+        (0.987, "19 of 20 cases"),
+        (0.999, "99 of 100 cases"),
+        (0.3, "3 of 10 cases"),
+        (0.07, "1 of 20 cases"),
+        (0.04, "hardly any case"),
+    ],
+)
+def test_a_probability_is_never_rounded_up(share: float, said: str) -> None:
+    """0.948 was 19 of 20 cases, though its likely range began below the load."""
+    assert phrases.tenths(share) == said
+
+
+def test_a_ceiling_names_the_devices_of_which_plans_were_searched(small: Recommendation) -> None:
+    """A plan on 4 of 5 devices was said to be within 30% of optimal on 4, beside a better one on 5."""
+    best = small.best.but(num_devices=4)
+    text = " ".join(lines(small.but(best=best, limit_devices=5), 1000))
+    assert " on up to 5 devices: no schedule" in text
+    assert " on 4 devices: no schedule" in " ".join(lines(small.but(best=best), 1000))
+    asked = plan_request(model="llama-3.1-8b", cluster="h100x8", workload="azure-conv", ttft_s=1, tpot_s=0.05)
+    few = solve(asked.but(devices=3, policy="chunked", engine="vllm")).recommendation
+    assert few.limit_devices == (3 if few.best.num_devices < 3 else None)
+
+
+def test_a_plan_that_keeps_bounds_at_no_rate_is_not_said_to_keep_them(small: Recommendation) -> None:
+    """An answer had "keeps ... for 90% of requests, up to 0 requests/s" of what it said keeps them at no rate."""
+    text = " ".join(lines(small.but(best=small.best.but(rate_per_s=Ranged(value=0.0))), 1000))
+    assert "up to 0" not in text and "for 99% of requests at no rate" in text
+
+
+def test_a_known_cost_is_said_with_what_to_run(small: Recommendation) -> None:
+    """A price was given, and the answer had no line left for the cost."""
+    text = " ".join(lines(small.but(best=small.best.but(cost_per_hour=11.6)), 1000))
+    assert f"on {small.devices} at 11.6 an hour, vLLM" in text
+    assert " an hour" not in " ".join(lines(small, 1000))
+
+
+def test_a_surer_plan_beside_the_best_is_always_said(small: Recommendation) -> None:
+    """Eight devices were sure in 7 of 10 cases "by the best plan", while another plan on them was so in 8 of 10, and
+    the answer named copies of that other plan only.
+    """
+    at = AtLoad(rate_per_s=9, confidence=0.79)
+    best, other = small.best.but(at_load=at), small.best.but(name="other", at_load=at.but(confidence=0.87))
+    long = {"warnings": ("a warning. " * 30,), "would_change": ("something. " * 30,)}
+    found = small.but(best=best, runner_up=other, would_hold=16, would_hold_confidence=0.95, **long)
+    text = " ".join(" ".join(lines(found)).split())
+    assert "Next best: other" in text and "held in 8 of 10 cases" in text
 
 
 def test_the_best_plan_is_not_offered_to_who_runs_it() -> None:

@@ -54,7 +54,16 @@ class FleetInterval(Frozen):
     replicas: tuple[NonNegativeInt, ...]
     """Number of replicas of each kind."""
     share_kept: float | None = None
-    """By simulation, the share of the interval's requests that keep the bounds. None means that no requests arrive."""
+    """By simulation, the share of the interval's requests that keep bounds tightened by the headroom. None means that
+    no requests arrive.
+    """
+    share_within: float | None = None
+    """The share that keeps the full bounds. None: not known, or no requests arrive."""
+
+    @property
+    def within(self) -> float | None:
+        """The share within the full bounds or, in files of earlier versions, within the tightened ones."""
+        return self.share_kept if self.share_within is None else self.share_within
 
 
 class FleetFigures(Frozen):
@@ -93,7 +102,7 @@ class FleetPlan(Frozen):
     name: str
     """Name of the day's load."""
     constraint: Constraint
-    """The bounds. The quantile is the share of the day's requests that must keep the bounds."""
+    """The bounds. The quantile is the share of requests that must keep them, of those that `slo_window` names."""
     interval_s: PositiveFloat
     """Length of an interval, in seconds. The last interval ends with the day."""
     day_s: PositiveFloat | None = None

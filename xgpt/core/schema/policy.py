@@ -154,6 +154,11 @@ class ChunkedSettings(SingleLane):
     slack: SlackBudget | None = None
     """Limit on prompt tokens by the slack of running requests. None means that `token_budget` limits them."""
 
+    @property
+    def most_running(self) -> int:
+        """Largest number of running requests under vLLM's own scheduler (`--max-num-seqs`)."""
+        return int(min(self.max_batch, most_running(self.token_budget, self.microbatches)))
+
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
         Variable("max_batch", "rises", "rises", "largest number of requests in a step"),

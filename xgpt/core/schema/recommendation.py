@@ -226,6 +226,8 @@ class Recommendation(Frozen):
     """The clusters that were compared, the cheapest first."""
     limit_per_s: float | None = None
     """Rate that no searched schedule exceeds, or None if not proven."""
+    limit_devices: PositiveInt | None = Field(default=None, exclude_if=lambda found: found is None)
+    """Largest number of devices of a searched schedule, or None if it is that of the best schedule found."""
     limit_gap: float | None = None
     """Share by which that rate exceeds the rate of the best schedule found."""
     saturated_per_s: float | None = None

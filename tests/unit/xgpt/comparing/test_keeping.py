@@ -1,0 +1,45 @@
+"""Where nothing holds a log, the plan that keeps most of it is looked for among the engine's own, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.schema import Pinned
+from xgpt.deciding.keeping import keeping_most, share_kept
+from xgpt.deciding.load import carried
+from xgpt.deciding.recommend import by_itself
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xgpt.resolve import load_of
+from xscheduler.objectives.best_plans import found_each
+
+
+def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp_path: Path) -> None:
+    """A plan in orca kept 11% of a log, and nothing else was tried; vLLM's defaults kept 53% on the same devices."""
+    rng = np.random.default_rng(5)
+    times = np.cumsum(rng.exponential(1 / 12, 400))
+    inputs, outputs = (rng.lognormal(middle, 0.8, 400).clip(8, 6000).astype(int) for middle in (6.5, 5.0))
+    path = tmp_path / "log.csv"
+    rows = (f"{at:.3f},{i},{o}" for at, i, o in zip(times, inputs, outputs, strict=True))
+    path.write_text("\n".join(["timestamp_s,input,output", *rows]) + "\n")
+    asked = plan_request(
+        model="llama-3.1-8b",
+        cluster="h100x1",
+        workload=str(path),
+        ttft_s=0.1,
+        tpot_s=0.009,
+        latency_bound_s=None,
+        quantile=0.9,
+        engine="vllm",
+    )
+    problem, load = resolve(asked), carried(load_of(str(path), asked.growth), None)
+    assert load is not None
+    first = next(iter(found_each(problem, "orca").values()))
+    first = replace(first, draft=first.draft.but(pinned=Pinned(policy="auto")))
+    found, _, steady = keeping_most({"orca": first}, None, problem, load)
+    kind, best = next(iter(found.items()))
+    assert kind == "chunked" and by_itself(best.plan) and steady is first
+    assert share_kept(best.draft, problem, load) > share_kept(first.draft, problem, load)
