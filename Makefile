@@ -101,7 +101,7 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(VLLM_PACKAGE)
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps $(NIXL_PACKAGES)
-	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep -E '^(scipy|optuna|pytest|pytest-timeout)==' constraints.txt)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep -E '^(scipy|optuna|pytest|pytest-timeout|kubernetes-validate)==' constraints.txt)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	touch $@
 
