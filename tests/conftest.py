@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import httpx
 import httpx._transports.default
@@ -86,6 +87,18 @@ def pytest_collection(session: pytest.Session) -> None:
         arguments[:] = [str(tests / name) for name in sorted(set(folders), key=lambda name: (name < first, name))]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep in one process what shares a server: all attacks, else the tests of a file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "attacks" if nodeid.startswith("tests/attack/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 SECONDS = Path(__file__).parent / "seconds.json"
 """How long each file of tests took when `make test-times` wrote it: a process takes those that take longest first."""
 
@@ -141,10 +154,11 @@ def _logging_as_it_was() -> Iterator[None]:
 def _rates_of_few_requests() -> None:
     """In the first ring, the rates of plans are those by which a search compares them."""
     with suppress(ModuleNotFoundError):  # vLLM's environment does without the planner's packages
+        from xscheduler.objectives import every_setting
         from xsimulator import capacity
 
         if not ALL:
-            capacity.LASTING_REQUESTS = capacity.LEAST_REQUESTS
+            capacity.LASTING_REQUESTS = every_setting.LASTING_REQUESTS = capacity.LEAST_REQUESTS
 
 
 @pytest.fixture

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
+import kubernetes_validate.utils
 import yaml
 
 import xgpt
+from xgpt.core.documents import LOADER
 from xgpt.core.schema import Plan
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.groups import Target
+
+for reads in ("all_versions", "schema_contents"):  # it reads a megabyte anew for each object
+    setattr(kubernetes_validate.utils, reads, cache(getattr(kubernetes_validate.utils, reads)))
 
 DIRECTORY = Path(__file__).parent / "unit" / "xgpt" / "exporting" / "crds"
 CRDS = {
@@ -34,7 +38,7 @@ def export(subject: Plan | FleetPlan, target: Target) -> dict[str, str]:
 def objects_in(files: dict[str, str]) -> list[dict[str, Any]]:
     """Return all Kubernetes objects of exported files, validated, with no name twice."""
     texts = [text for name, text in files.items() if name.endswith((".yaml", ".yml"))]
-    found = [each for text in texts for each in yaml.safe_load_all(text) if each and "kind" in each]
+    found = [each for text in texts for each in yaml.load_all(text, LOADER) if each and "kind" in each]
     items = [each for each in found if each["kind"] != "Kustomization"]
     for item in items:
         validate(item)
@@ -45,7 +49,7 @@ def objects_in(files: dict[str, str]) -> list[dict[str, Any]]:
 
 def expressions(files: dict[str, str]) -> tuple[list[str], list[str]]:
     """Return the expressions of the rules and of the dashboard among exported files."""
-    (group,) = yaml.safe_load(files["monitoring/rules.yaml"])["groups"]
+    (group,) = yaml.load(files["monitoring/rules.yaml"], LOADER)["groups"]
     panels = json.loads(files["monitoring/dashboard.json"])["panels"]
     return [rule["expr"] for rule in group["rules"]], [each["expr"] for panel in panels for each in panel["targets"]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -52,16 +53,20 @@ def known(cases: Iterable[Any], some: int) -> Callable[[T], T]:
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify plans with a tenth of the requests."""
-    from xscheduler.objectives import saturation  # vLLM's environment collects tests without the planner's packages
-    from xsimulator import capacity
+    """Verify plans with a tenth of the requests, and with a quarter of the sessions."""
+    # vLLM's environment collects tests without the planner's packages.
+    from xscheduler.objectives import every_setting, saturation
+    from xsimulator import capacity, session_rate
 
     for search in (capacity.CapacitySearch, capacity.Trial):
         monkeypatch.setitem(search.__init__.__kwdefaults__, "least_requests", 200)  # type: ignore[misc]
-    for module, figures in (
+    changed: tuple[tuple[ModuleType, dict[str, object]], ...] = (
         (capacity, {"LASTING_REQUESTS": 200, "LEAST_WARM_UP": 16, "LIFETIMES": 1}),
+        (every_setting, {"LASTING_REQUESTS": 200, "LEAST_REQUESTS": 200}),
         (saturation, {"LEAST_REQUESTS": 200, "MOST_REQUESTS": 500, "LIFETIMES": 2}),
-    ):
+        (session_rate, {"BY_COUNTS": session_rate.ON_ENGINE}),
+    )
+    for module, figures in changed:
         for name, value in figures.items():
             monkeypatch.setattr(module, name, value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -83,6 +84,7 @@ def _run(rule: Rule, plan: Plan, profile: Profile, load: float) -> list[StepReco
     return SimulatedEngine(schedule, clock_of(plan, profile, schedule), requests).run()
 
 
+@cache
 def _usual_plan() -> Plan:
     return api.plan(
         model="llama-3.1-8b",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def run(*arguments: str) -> Ran:
+    """Run a command where no test captures what is printed."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert isinstance(end.value.code, int)
+    return Ran(end.value.code, out.getvalue(), err.getvalue())
 
 
 class Xgpt:

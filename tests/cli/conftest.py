@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import PROBLEM, Xgpt
-from xgpt.cli import main
+from tests.cli.commands import PROBLEM, Xgpt, run
+from tests.rings import shorten
 
 
 @pytest.fixture
-def xgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Xgpt:
+def full_simulations() -> None:
+    """Let `xgpt` verify plans with as many requests as users' commands do."""
+
+
+@pytest.fixture
+def xgpt(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Xgpt:
+    """Commands that verify plans with few requests: what is tested is what they say and do, not their figures."""
+    if "full_simulations" not in request.fixturenames:
+        shorten(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -30,9 +38,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planned")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()), pytest.raises(SystemExit) as end:
-            main(["plan", "--latency-bound", "4", *PROBLEM, "-o", str(folder / "plan.json")])
-    assert end.value.code == 0
+        shorten(patch)
+        assert run("plan", "--latency-bound", "4", *PROBLEM, "-o", str(folder / "plan.json")).code == 0
     return folder
 
 

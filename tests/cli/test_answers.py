@@ -68,7 +68,6 @@ def test_vllm_runs_at_most_one_request_for_each_token_of_a_step() -> None:
         assert space.settings(columns, 0).max_batch == most  # type: ignore[union-attr]
 
 
-@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:
     rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(500))
     Path("day.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows)
@@ -105,7 +104,6 @@ def test_a_log_does_not_ask_for_fewer_devices_than_one(xgpt: Xgpt) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_says_what_its_order_of_admission_lacks_in_simulation(xgpt: Xgpt) -> None:
     figures, few = {}, ("--fix", "max_batch=16")
     for order in ("fcfs", "sjf", "lpt", "edf"):

@@ -33,7 +33,6 @@ def test_every_command_with_json_has_a_schema() -> None:
     assert set(COMMANDS) - WITHOUT == set(OUTPUTS)
 
 
-@pytest.mark.usefixtures("short_simulations")
 def test_planning(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     saturated = (*PROBLEM, *BOUND, "--objective", "saturated")
     check(xgpt, "plan", *saturated, "--policy", "orca", "-o", "orca.json")
@@ -43,7 +42,6 @@ def test_planning(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     (tmp_path / "lengths.csv").write_text("input,output\n" + "40,60\n60,100\n" * 200)
     check(xgpt, "replan", "orca.json", "--lengths", str(tmp_path / "lengths.csv"))
     check(xgpt, "profile", *PROBLEM[:4])
-    check(xgpt, "doctor")
 
 
 @pytest.mark.long

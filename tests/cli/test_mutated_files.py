@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cli.commands import PROBLEM
+from tests.cli.commands import PROBLEM, run
 from tests.rings import examples, few, shorten
-from xgpt.cli import main
 
 VALUES: list[Any] = [
     None,
@@ -42,15 +39,6 @@ KINDS = ("rra", "chunked", "orca", "static", "waa")
 PAIR = ("--model", "opt-13b", "--cluster", "a40x4", "--workload", "translation")
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and standard error."""
-    error = StringIO()
-    with redirect_stdout(StringIO()), redirect_stderr(error), pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert isinstance(end.value.code, int)
-    return end.value.code, error.getvalue()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A plan of each policy, and a profile. K/V is small, so an output of 100,000 tokens is refused, not simulated."""
@@ -63,12 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             problem = PAIR if kind == "waa" else PROBLEM
             asked = ("plan", "--latency-bound", "inf", *problem, "--policy", kind, "-o", f"{kind}.json")
             small = ("--fix", "max_batch=64") if kind in ("chunked", "orca") else ()  # simulated with few requests
-            assert run(*asked, *small, *(() if kind == "orca" else ("--objective", "saturated")))[0] == 0
+            assert run(*asked, *small, *(() if kind == "orca" else ("--objective", "saturated"))).code == 0
             plan = json.loads(Path(f"{kind}.json").read_text())
             for stage in plan["stages"]:
                 stage["kv_blocks"] = min(1024, stage["kv_blocks"])
             Path(f"{kind}.json").write_text(json.dumps(plan))
-        assert run("profile", *PROBLEM[:4], "-o", "profile.json")[0] == 0
+        assert run("profile", *PROBLEM[:4], "-o", "profile.json").code == 0
         yield path
 
 
@@ -104,9 +92,9 @@ def mutations(draw: st.DrawFn, text: str) -> str:
 def check(text: str, *commands: tuple[str, ...]) -> None:
     Path("mutated.json").write_text(text)
     for command in commands:
-        code, error = run(*command)
-        assert code in (0, 2, 3) or (code == 1 and command[0] == "plan"), error
-        assert code == 0 or (error.startswith("xgpt: ") and error.count("\n") == 1), error
+        ran = run(*command)
+        assert ran.code in (0, 2, 3) or (ran.code == 1 and command[0] == "plan"), ran.err
+        assert ran.code == 0 or (ran.err.startswith("xgpt: ") and ran.err.count("\n") == 1), ran.err
 
 
 FEW = settings(max_examples=examples(60, 3))

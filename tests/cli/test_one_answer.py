@@ -39,7 +39,7 @@ def test_where_nothing_holds_a_log_all_commands_name_the_plan_that_keeps_most_of
     """The runner-up kept 87% of a log, the best plan 61%; three copies were to hold it, in 7 of 10 cases; a server at
     port 30000 was to be checked at 8000; `xgpt replan` found another best plan.
     """
-    write_log(16.0, 1000)
+    write_log(16.0, 400)
     printed = dict[str, str]()
 
     def keeping(*arguments: str) -> str:

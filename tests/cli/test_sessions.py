@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.commands import Xgpt
+from tests.cli.commands import Xgpt, run
+from tests.rings import shorten
+from xgpt import api
 from xgpt.comparing.assumptions import changes
+from xgpt.comparing.compare import Compared
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Ranged
 from xgpt.core.schema.plan import rate_of
@@ -26,10 +29,21 @@ from xsimulator.sessions import TurnTimes
 CHAT = ("--model", "llama-3.1-8b", "--cluster", "h100x1", "--workload", "multi-turn-chat")
 
 
-def test_a_plan_states_its_sessions(xgpt: Xgpt) -> None:
-    said = xgpt("plan", *CHAT, "--session-wait", "2", "--ttft", "1", "--quantile", "0.9").out
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A plan for sessions, and what was printed with it."""
+    path = tmp_path_factory.mktemp("chat") / "plan.json"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        ran = run("plan", *CHAT, "--session-wait", "2", "--ttft", "1", "--quantile", "0.9", "-o", str(path))
+    assert ran.code == 0, ran.err
+    return path, ran.out
+
+
+def test_a_plan_states_its_sessions(chat: tuple[Path, str]) -> None:
+    path, said = chat
     assert "session waiting within 2 s" in said and "sessions/s" in said and "at once" in said
-    plan = json.loads(Path("plan.json").read_text())
+    plan = json.loads(path.read_text())
     found, capacity = plan["estimate"]["sessions"], plan["estimate"]["capacity"]
     assert found["rate_per_s"] * found["turns"] == pytest.approx(capacity["rate_per_s"])
     assert found["wait_s"] <= 2 and capacity["share_kept"] >= 0.9
@@ -83,12 +97,22 @@ def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
 SERVED = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 256"
 
 
-def test_what_runs_now_is_compared_in_sessions(xgpt: Xgpt) -> None:
-    """--explain planned independent requests under looser bounds, and ended in an internal error for some."""
+@pytest.mark.usefixtures("full_simulations")
+def test_what_runs_now_is_compared_in_sessions(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--explain planned independent requests under looser bounds, and ended in an internal error for some. Rates of
+    what runs now were at most its throughput without what turns find.
+    """
+    compare, compared = api.compare, list[Compared]()
+
+    def once(**asked: Any) -> Compared:
+        compared.extend([compare(**asked)] if not compared else ())
+        return compared[0]
+
+    monkeypatch.setattr(api, "compare", once)
     _write_log(10)
     asked = ("compare", "--cluster", "h100x1", "--workload", "log.csv", "--session-wait", "3", "--ttft", "1")
-    said = xgpt(*asked, "--quantile", "0.9", "--current", SERVED, "--explain", "-o", "now.json").out
-    said = " ".join(said.split())
+    asked = (*asked, "--quantile", "0.9", "--current", SERVED)
+    said = " ".join(xgpt(*asked, "--explain", "-o", "now.json").out.split())
     assert "of turns and sessions, with 12% to spare, up to" in said and "Yours: up to" in said
     assert said.count("replayed whole") + said.count("Replayed whole") == 2
     assert "sessions are not planned under " in said and "no plan that keeps the bounds: " not in said
@@ -97,23 +121,18 @@ def test_what_runs_now_is_compared_in_sessions(xgpt: Xgpt) -> None:
         assert wrong not in said, wrong
     now = load_json(Path("now.json"), Plan, "plan")
     assert now.estimate.throughput_rps > rate_of(now)  # turns find as much while they always wait
-    assert "leave the flag out" in xgpt.fails(2, *asked, "--current", f"{SERVED} --no-enable-prefix-caching")
-
-
-def test_ranges_of_what_runs_now_are_those_of_its_plan(xgpt: Xgpt) -> None:
-    """Rates of what runs now were at most its throughput without what turns find."""
-    _write_log(10)
-    asked = ("--cluster", "h100x1", "--workload", "log.csv", "--session-wait", "3", "--ttft", "1", "--quantile", "0.9")
-    found = json.loads(xgpt("compare", *asked, "--current", SERVED, "--json").out)
-    best, now = (found["recommendation"][name]["rate_per_s"] for name in ("best", "now"))
+    found = json.loads(xgpt(*asked, "--json").out)
+    best, runs = (found["recommendation"][name]["rate_per_s"] for name in ("best", "now"))
     assert found["relaxed"] == []
     for end in ("low", "high"):
-        assert now[end] / now["value"] == pytest.approx(best[end] / best["value"], rel=0.15), end
+        assert runs[end] / runs["value"] == pytest.approx(best[end] / best["value"], rel=0.15), end
+    compared.clear()
+    assert "leave the flag out" in xgpt.fails(2, *asked[:-1], f"{SERVED} --no-enable-prefix-caching")
 
 
-def test_ranges_of_sessions_vary_when_sessions_begin(xgpt: Xgpt) -> None:
-    xgpt("plan", *CHAT, "--session-wait", "2", "--ttft", "1", "--quantile", "0.9")
-    plan = load_json(Path("plan.json"), Plan, "plan")
+@pytest.mark.usefixtures("short_simulations")
+def test_ranges_of_sessions_vary_when_sessions_begin(chat: tuple[Path, str]) -> None:
+    plan = load_json(chat[0], Plan, "plan")
     profile, burst = profile_of(plan, None), plan.constraint.but(burstiness=2 * plan.constraint.burstiness)
     assert plan.estimate.sessions is not None
     rate = plan.estimate.sessions.rate_per_s * changes(plan, profile, ())[-1]

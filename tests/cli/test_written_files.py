@@ -104,7 +104,6 @@ def test_no_file_is_named_like_standard_output(xgpt: Xgpt) -> None:
     assert "--json" in xgpt.fails(2, "plan", "--latency-bound", "8", "-o", "-")
 
 
-@pytest.mark.usefixtures("short_simulations")
 def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--objective", "saturated")
     for _ in range(2):

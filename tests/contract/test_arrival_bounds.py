@@ -436,6 +436,7 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     long_prompts = Workload(name="few", input=evenly(200, 1000, 1800), output=evenly(*range(5, 65)))
     free = replace(problem("opt-13b", "a40x4", "summarization"), workload=long_prompts)
     subject = free.under(Constraint(objective="arrivals", latency_bound_s=5.0, headroom=0.0))
+    monkeypatch.setattr(every_setting, "LASTING_REQUESTS", MANY)
     stages, run_of = list[bool](), capacity.run_of
 
     def on_its_own_devices(plan: PlanDraft, lanes: Mapping[StageLane, LaneCost], *rest: Any, **how: Any) -> Any:
@@ -480,9 +481,10 @@ def test_a_ceiling_of_long_answers_takes_no_more_steps_than_others(monkeypatch: 
             return tighten(self, branches)
 
     monkeypatch.setattr(EverySetting, "tighten", watched)
-    monkeypatch.setattr(every_setting, "MOST_RUNS", 300)
+    monkeypatch.setattr(every_setting, "LASTING_REQUESTS", MANY)
+    monkeypatch.setattr(every_setting, "MOST_RUNS", 100)
     plan_each(subject, "chunked")
-    most = 300 * every_setting.STEPS_OF_RUN
+    most = 100 * every_setting.STEPS_OF_RUN
     assert 0.5 * most < sum(events) < most + 3 * max(events)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,22 @@ LAW = {
 }
 
 
+ON = {"model": "llama-3.1-8b", "cluster": "h100x1"}
+
+
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return xgpt.profile(model="llama-3.1-8b", cluster="h100x1")
+    return xgpt.profile(**ON)
 
 
-def _plan(profile: Profile | None, kv: str | None, policy: str, blocks: int, engine: str | None = None) -> PlanDraft:
-    plan = xgpt.plan(
-        model="llama-3.1-8b",
-        cluster="h100x1",
-        workload="azure-conv",
-        latency_bound_s=None,
-        objective="saturated",
-        policy=policy,  # type: ignore[arg-type]
-        kv=kv,  # type: ignore[arg-type]
-        profile=profile,
-        engine=engine,
-    )
+@cache
+def _planned(kv: str | None, policy: str, engine: str | None) -> PlanDraft:
+    asked: dict[str, Any] = {"latency_bound_s": None, "objective": "saturated", "policy": policy, "kv": kv}
+    return xgpt.plan(**ON, workload="azure-conv", engine=engine, **asked)
+
+
+def _plan(kv: str | None, policy: str, blocks: int, engine: str | None = None) -> PlanDraft:
+    plan = _planned(kv, policy, engine)
     return plan.but(stages=tuple(stage.but(kv_blocks=blocks) for stage in plan.stages))
 
 
@@ -71,12 +71,12 @@ def _sent(count: int, rate: float, **law: object) -> TraceLengths:
 def test_counts_and_engine_agree_on_every_turn(profile: Profile, kv: str, policy: str) -> None:
     trace = _sent(60, 4.0)
     for blocks in (2500, 1200, 500):  # much, little and hardly any room between turns
-        _assert_they_agree(_plan(profile, kv, policy, blocks), profile, trace)
+        _assert_they_agree(_plan(kv, policy, blocks), profile, trace)
 
 
 def test_micro_batches_give_back_the_blocks_they_grew_into(profile: Profile) -> None:
     """Each of several micro-batches counted the blocks of all, so that memory filled with blocks of nobody."""
-    trace, plan = _sent(60, 4.0), _plan(profile, "reserve", "chunked", 1200)
+    trace, plan = _sent(60, 4.0), _plan("reserve", "chunked", 1200)
     _assert_they_agree(plan.but(policy=plan.policy.but(microbatches=3)), profile, trace)
 
 
@@ -92,7 +92,7 @@ def test_counts_and_engine_agree_if_steps_run_ahead_and_prompts_go_first() -> No
     """Blocks of requests that ended in a step behind which another one ran were counted as used for ever."""
     trace = _sent(60, 4.0)
     for blocks in (40_000, 20_000):  # of one token
-        plan = _plan(None, None, "chunked", blocks, "sglang")
+        plan = _plan(None, "chunked", blocks, "sglang")
         _assert_they_agree(plan, profile_of(plan), trace)
 
 
@@ -100,14 +100,14 @@ def test_counts_and_engine_agree_if_steps_run_ahead_and_prompts_go_first() -> No
 def test_counts_and_engines_agree_on_replicas(profile: Profile, route: Route) -> None:
     trace = _sent(40, 8.0)
     for kv, blocks in (("reserve", 1200), ("quantile", 500)):
-        plan = _plan(profile, kv, "chunked", blocks).but(replicas=3)
+        plan = _plan(kv, "chunked", blocks).but(replicas=3)
         counted, engines = run_routed(plan, profile, trace, route), routed_engines(plan, profile, trace, route)
         assert (counted.cached == engines.cached).all()
         assert (counted.end_s == engines.end_s).all() and (counted.first_s == engines.first_s).all()
 
 
 def test_turns_find_in_host_memory_what_device_memory_cannot_hold(profile: Profile) -> None:
-    plan, trace = _plan(profile, "quantile", "chunked", 500), _sent(60, 4.0)
+    plan, trace = _plan("quantile", "chunked", 500), _sent(60, 4.0)
     lanes, sessions = lanes_of(plan, profile), trace.sessions
     assert sessions is not None
     kept, host = counted_turns(plan, lanes, trace), counted_turns(plan, lanes, trace, from_host=True)
@@ -121,7 +121,7 @@ def test_turns_find_in_host_memory_what_device_memory_cannot_hold(profile: Profi
 
 
 def test_a_shared_prefix_is_found_by_all_sessions(profile: Profile) -> None:
-    trace, plan = _sent(60, 4.0, shared_prefix=1600, left_out=0.5), _plan(profile, "quantile", "chunked", 2500)
+    trace, plan = _sent(60, 4.0, shared_prefix=1600, left_out=0.5), _plan("quantile", "chunked", 2500)
     counted = counted_turns(plan, lanes_of(plan, profile), trace)
     engine = logged_turns(plan, trace, run_requests(plan, profile, trace, int(trace.output.max())))
     assert counted is not None
@@ -131,7 +131,7 @@ def test_a_shared_prefix_is_found_by_all_sessions(profile: Profile) -> None:
 
 def test_a_turn_follows_the_end_of_the_turn_before_it(profile: Profile) -> None:
     plan, trace = (
-        _plan(profile, "quantile", "chunked", 20_000),
+        _plan("quantile", "chunked", 20_000),
         _sent(30, 2.0, subagents={"share": 0.3, "turns": {"kind": "constant", "value": 2}}),
     )
     log = run_requests(plan, profile, trace, int(trace.output.max()))
@@ -150,7 +150,7 @@ def test_a_turn_follows_the_end_of_the_turn_before_it(profile: Profile) -> None:
 
 
 def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
-    plan, trace = _plan(profile, "quantile", "chunked", 20_000), _sent(20, 2.0)
+    plan, trace = _plan("quantile", "chunked", 20_000), _sent(20, 2.0)
     assert trace.sessions is not None
     apart = trace._replace(sessions=replace(trace.sessions, common=np.zeros_like(trace.sessions.common)))
     log = run_requests(plan, profile, apart, int(trace.output.max()))
@@ -159,36 +159,38 @@ def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "law", "bounds"),
-    [
-        (  # above 0.75 times the rate that a run of three lives keeps, sessions find less and less for ten lives
-            "llama-3.1-8b",
-            "a100x16",
-            {
-                "turns": {"kind": "uniform", "min": 1, "max": 3},
-                "first_input": {"kind": "uniform", "min": 32, "max": 130},
-                "added_input": {"kind": "uniform", "min": 80, "max": 480},
-                "output": {"kind": "uniform", "min": 6, "max": 38},
-                "left_out": 0.5,
-                "pause": {"median_s": 0.155, "p90_s": 0.722},
-                "max_context": 4000,
-            },
-            {"ttft_s": 1.56, "session_wait_s": 12.3, "quantile": 0.95},
-        ),
-        (
-            "opt-13b",
-            "h100x8",
-            {
-                "turns": {"kind": "uniform", "min": 1, "max": 11},
-                "first_input": {"kind": "uniform", "min": 25, "max": 100},
-                "added_input": {"kind": "uniform", "min": 10, "max": 64},
-                "output": {"kind": "uniform", "min": 6, "max": 40},
-                "left_out": 0.5,
-                "pause": {"median_s": 0.16, "p90_s": 0.31},
-                "max_context": 1500,
-            },
-            {"ttft_s": 0.72, "session_wait_s": 8.0, "quantile": 0.9},
-        ),
-    ],
+    few(
+        [
+            (  # above 0.75 times the rate that a run of three lives keeps, sessions find less and less for ten lives
+                "llama-3.1-8b",
+                "a100x16",
+                {
+                    "turns": {"kind": "uniform", "min": 1, "max": 3},
+                    "first_input": {"kind": "uniform", "min": 32, "max": 130},
+                    "added_input": {"kind": "uniform", "min": 80, "max": 480},
+                    "output": {"kind": "uniform", "min": 6, "max": 38},
+                    "left_out": 0.5,
+                    "pause": {"median_s": 0.155, "p90_s": 0.722},
+                    "max_context": 4000,
+                },
+                {"ttft_s": 1.56, "session_wait_s": 12.3, "quantile": 0.95},
+            ),
+            (
+                "opt-13b",
+                "h100x8",
+                {
+                    "turns": {"kind": "uniform", "min": 1, "max": 11},
+                    "first_input": {"kind": "uniform", "min": 25, "max": 100},
+                    "added_input": {"kind": "uniform", "min": 10, "max": 64},
+                    "output": {"kind": "uniform", "min": 6, "max": 40},
+                    "left_out": 0.5,
+                    "pause": {"median_s": 0.16, "p90_s": 0.31},
+                    "max_context": 1500,
+                },
+                {"ttft_s": 0.72, "session_wait_s": 8.0, "quantile": 0.9},
+            ),
+        ]
+    ),
     ids=["slow", "short"],
 )
 def test_a_plans_rate_is_kept_four_times_as_long_and_below_its_ceiling(
@@ -204,7 +206,7 @@ def test_a_plans_rate_is_kept_four_times_as_long_and_below_its_ceiling(
 
 
 def test_a_servers_step_log_is_read_in_its_sessions(profile: Profile, tmp_path: Path) -> None:
-    plan, trace = _plan(profile, "quantile", "chunked", 20_000), _sent(30, 2.0)
+    plan, trace = _plan("quantile", "chunked", 20_000), _sent(30, 2.0)
     log = run_requests(plan, profile, trace, int(trace.output.max()))
     writer = StepLogWriter(tmp_path / "steps.jsonl")
     for record in log:
@@ -225,7 +227,7 @@ def test_what_counts_has_the_work_of_a_steady_state(profile: Profile, forks: dic
     """Many sessions pause for longer than a quarter of the run."""
     pauses = {"turns": {"kind": "constant", "value": 3}, "pause": {"median_s": 60, "p90_s": 400}}
     law = SessionLaw.model_validate(LAW | pauses | forks)
-    plan = _plan(profile, "quantile", "chunked", 20_000)
+    plan = _plan("quantile", "chunked", 20_000)
     plan = plan.but(workload=workload_of_law("pauses", law), constraint=plan.constraint.but(ttft_s=1.0))
     trial = SessionTrial(plan, profile, length=RunLength(4, 0.0, 0, 0.02))
     rate = 0.3 * plan.estimate.throughput_rps / trial.turns

@@ -1,10 +1,13 @@
-"""Outputs keep to JSON schemas and to the functions that they may call, on every placement; biases move logits."""
+"""On every placement, outputs keep to JSON schemas and to the functions that they may call, biases move logits, and
+turns have the same tokens whether K/V was kept between them or not.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 CHAT = [{"role": "user", "content": "hello"}]
+KEYS = [f"a-key-of-its-own-for-turn-{turn}" for turn in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    with attacked(request.param, checkpoint, tmp_path_factory.mktemp("served")) as running:
+    keys = "".join(f"user{i} {key}\n" for i, key in enumerate(KEYS))
+    with attacked(request.param, checkpoint, tmp_path_factory.mktemp("served"), keys=keys) as running:
         yield running
 
 
@@ -187,6 +192,35 @@ def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:
     for wrong in ({}, {"prompt": "x", "messages": CHAT}):
         assert ask("/tokenize", wrong)[0] == 400
     assert ask("/detokenize", {"tokens": [2048]})[0] == 400
+
+
+def chats(target: Target, keys: list[str]) -> tuple[list[str], list[int]]:
+    """Return the greedy answers of a chat's turns, each sent with its key, and how many prompt tokens each found."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "answer in one word"}]
+    answers, cached = [], []
+    for turn, key in enumerate(keys):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        body = {"model": target.model, "messages": messages, "max_tokens": 20, "temperature": 0.0, "logprobs": True}
+        headers = target.headers | {"Authorization": f"Bearer {key}"}
+        status, raw = target.ask("POST", "/v1/chat/completions", body, headers)
+        assert status == 200, raw
+        answer = json.loads(raw)
+        choice, found = answer["choices"][0], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        answers.append("".join(token["token"] for token in choice["logprobs"]["content"]))
+        cached.append(found)
+        messages.append({"role": "assistant", "content": choice["message"]["content"]})
+    return answers, cached
+
+
+def test_turns_have_the_same_tokens_with_and_without_kept_prefixes(target: Target) -> None:
+    if target.flavour == "replicas":
+        pytest.skip("turns of one key go to one replica, others to any")
+    kept, found = chats(target, KEYS[:1] * len(KEYS))
+    # Keys share no K/V, so turns that each come with another key find nothing. The first key's turns were kept.
+    anew, none = chats(target, [KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[1]])
+    assert found[0] == 0 and all(later > before for before, later in pairwise(found))
+    assert none[:4] == [0, 0, 0, 0] and none[4] < found[4]
+    assert anew == kept
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from xgpt.core.documents import LOADER
 from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir, dump_json, load_yaml
 from xgpt.core.schema import Plan
@@ -226,7 +227,7 @@ def missing(exported: Exported, directory: str) -> list[str]:
 
 
 def _check_sizes(name: str, text: str) -> None:
-    for each in yaml.safe_load_all(text):
+    for each in yaml.load_all(text, LOADER):
         size = len(json.dumps(json.dumps(each)))
         if size > MAX_OBJECT_BYTES:
             says = f"{each['kind']} in {name}, and `kubectl apply` takes {MAX_OBJECT_BYTES}: plan with fewer lengths"

@@ -22,6 +22,8 @@ from xgpt.reporting.plan_text import TIMED_WORDS, engine_in_words, mixing_in_wor
 from xgpt.resolve import engine_of, load_engine
 from xprofiler import analytic
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
 
 
@@ -81,7 +83,6 @@ def test_plans_name_the_engine_that_they_are_for() -> None:
     assert xgpt.simulate(vllm, num_requests=50).plan == vllm, "its profile is computed again for the same engine"
 
 
-@pytest.mark.usefixtures("short_simulations")
 @pytest.mark.parametrize("name", few(["vllm-0.15", "sglang-0.5", "tensorrt-llm-1.0"], 2))
 @pytest.mark.parametrize("policy", few(["chunked", "orca"]))
 def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: Path) -> None:

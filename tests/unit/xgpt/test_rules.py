@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 import xgpt
+from tests.rings import examples
 from xgpt.core.errors import InputError
 from xgpt.core.policies import MicroBatch, Pool, Request, Step
 from xgpt.rules import load_rule, name_of
 from xgpt.testing import check_rule
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xgpt.testing.NUM_REQUESTS", examples(400, 100))
 
 
 class LongestFirst(xgpt.Rule):

@@ -432,7 +432,7 @@ sessions:
 """
 
 
-@pytest.mark.usefixtures("small_model")
+@pytest.mark.usefixtures("small_model", "short_simulations")
 def test_check_sends_sessions_and_compares_their_turns_and_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

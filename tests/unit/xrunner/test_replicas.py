@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_engine, fake_plan
+from tests.rings import examples
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Step
 from xgpt.core.schema import OrcaSettings
@@ -174,7 +175,7 @@ def test_what_others_ask_meanwhile_is_told_at_once(hasty: None) -> None:
     """Listing what a replica's thread changed raised RuntimeError, which ended the engine."""
     replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(), max_batch=4), 2)
     errors: list[Exception] = []
-    stop = threading.Event()
+    number, stop = examples(600, 200), threading.Event()
 
     def ask() -> None:
         pool = replicas.pool
@@ -188,10 +189,10 @@ def test_what_others_ask_meanwhile_is_told_at_once(hasty: None) -> None:
     askers = [threading.Thread(target=ask) for _ in range(2)]
     for asker in askers:
         asker.start()
-    for id_ in range(600):
+    for id_ in range(number):
         replicas.submit(Generation(id_, (id_,), 3))
     try:
-        assert all(len(tokens) == 3 for tokens in tokens_of(replicas, 600).values())
+        assert all(len(tokens) == 3 for tokens in tokens_of(replicas, number).values())
     finally:
         stop.set()
         for asker in askers:

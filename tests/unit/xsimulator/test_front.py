@@ -11,6 +11,8 @@ from xgpt.core.schema import Plan
 from xgpt.deciding.commands import engine_command
 from xsimulator.front import MOST_BUSY, request_s, served_rate
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 def planned(**more: Any) -> Plan:
     return api.solve(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
+from xgpt.core.documents import read_yaml
 from xgpt.core.schema import ModelSpec
 from xgpt.core.version import __version__
 from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
@@ -30,7 +30,8 @@ REQUESTS = {
 
 
 def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
-    told = _whole(yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text(encoding="utf-8")))
+    (table,) = read_yaml((Path(__file__).parent / "openapi.yaml").read_text(encoding="utf-8"))
+    told = _whole(table)
     bodies, components = msgspec.json.schema_components(REQUESTS.values(), ref_template="#/components/schemas/{name}")
     _say_what_types_do_not(components, names, spec)
     paths: dict[str, Json] = {}

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ def create_app(
     pages = Pages()
     routes = [
         *(Route(path, answer, methods=["POST"]) for path, answer in service.posts.items()),
-        *_model_routes(engine, model, has_keys=keys is not None),
+        *_model_routes(engine, model, pages, has_keys=keys is not None),
         *_state_routes(engine),
         _page(pages, "/metrics", engine.metrics.read, "text/plain; version=0.0.4"),
         *_plan_routes(engine, model, pages),
@@ -159,7 +159,7 @@ def _warning(engine: EngineClient) -> str | None:
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
-def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
+def _model_routes(engine: EngineClient, model: ServedModel, pages: Pages, *, has_keys: bool) -> Iterator[Route]:
     warning = _warning(engine)
     now_s, context = int(time.time()), model.spec.max_context
     card = {"object": "model", "created": now_s, "owned_by": "xgpt", "max_model_len": context}
@@ -169,7 +169,7 @@ def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
     card |= {"warning": warning} if warning else {}
     cards = [{"id": name, "display_name": name} | card for name in model.names]
     page = {"object": "list", "data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-    description = describe(model.names, model.spec, has_keys=has_keys)
+    description = cache(partial(describe, model.names, model.spec, has_keys=has_keys))
 
     def retrieve(http: Request) -> dict[str, Any]:
         for found in cards:
@@ -177,7 +177,7 @@ def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
                 return found
         raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
 
-    yield _route("/openapi.json", lambda _: description)
+    yield _page(pages, "/openapi.json", lambda: description)
     yield _route("/v1/models", lambda _: page)
     yield _route("/v1/models/{name:path}", retrieve)
 

@@ -16,6 +16,8 @@ from xgpt.core.schema import Plan
 from xgpt.deciding import words
 from xgpt.requests import plan_request
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 CURRENT = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 16384 --served-model-name chat --port 9000"
 ASKED = {"cluster": "h100x1", "objective": "saturated", "policy": "chunked"}
 

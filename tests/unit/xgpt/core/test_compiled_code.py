@@ -11,7 +11,7 @@ import pytest
 
 import xgpt
 from tests.rings import ALL, few
-from xgpt.core import compiled_files
+from xgpt.core import compiled_code, compiled_files
 from xgpt.core.compiled_code import ROOMS, sources
 from xrunner.cpu import decodes
 from xsimulator.costs import step_tables
@@ -142,9 +142,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     assert answer == "42" and "cannot be written" in said
 
 
-def test_only_its_owner_writes_to_the_directory(tmp_path: Path) -> None:
+def test_only_its_owner_writes_to_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for folder in (tmp_path / "cache" / "xgpt", tmp_path / "cache" / "xgpt" / "compiled"):
         folder.mkdir(parents=True)
         folder.chmod(0o777)
-    run(tmp_path, tmp_path / "cache")
-    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "cache").rglob("*") if path.is_dir())
+    assert compiled_code._directory().is_relative_to(tmp_path)
+    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "cache").rglob("*"))

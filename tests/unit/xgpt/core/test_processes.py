@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import eventually
+from tests.rings import few
 from xgpt.core.processes import children_of, is_at_work, run_module
 from xrunner.channel.remote import EngineProcess
 
@@ -45,7 +46,7 @@ def test_an_engine_that_waits_for_a_child_that_works_is_at_work() -> None:
         engine.front.close()
 
 
-@pytest.mark.parametrize("module", ["xscheduler.replanning.replanner", "xgpt.serving.engine_process"])
+@pytest.mark.parametrize("module", few(["xscheduler.replanning.replanner", "xgpt.serving.engine_process"]))
 def test_modules_in_the_current_directory_are_not_run(module: str, tmp_path: Path) -> None:
     """A server that was started within a downloaded checkpoint ran its msgspec.py."""
     for name in ("msgspec", "numpy", "torch", "xgpt"):

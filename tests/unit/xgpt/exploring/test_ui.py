@@ -58,6 +58,7 @@ def ask(url: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
     parts = list(Explorer().answers(ONE | {"current": "vllm serve x"}))
     names = [part["part"] for part in parts]

@@ -25,6 +25,7 @@ from tests.unit.xgpt.exporting.test_started import planned
 from tests.vllm.plans import exportable, plan_with, waa_plan
 from xgpt.cli import cli
 from xgpt.cli.commands import serve
+from xgpt.core.documents import LOADER
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Plan, RraSettings, Stage
@@ -195,7 +196,7 @@ def test_replicas_of_one_machine_have_a_port_and_devices_each_and_a_front(tmp_pa
     with pytest.raises(subprocess.CalledProcessError):
         run_script(files["serve.sh"], tmp_path, "2")
     assert "serve.sh %i" in next(text for name, text in files.items() if name.endswith("@.service"))
-    services = yaml.safe_load(export(by_itself(), "compose")["compose.yaml"])["services"]
+    services = yaml.load(export(by_itself(), "compose")["compose.yaml"], LOADER)["services"]
     gpus = [
         services[f"replica-{i}"]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for i in range(2)
     ]
@@ -370,7 +371,7 @@ def test_a_name_stays_a_name(case: str, name: str, target: Target, tmp_path: Pat
             assert run_script(found["serve.sh"], tmp_path, "0")[3] == name
         return
     documents = [
-        list(yaml.safe_load_all(each["compose.yaml" if target == "compose" else "xgpt.yaml"]))
+        list(yaml.load_all(each["compose.yaml" if target == "compose" else "xgpt.yaml"], LOADER))
         for each in (found, plain)
     ]
     objects_in(found)

@@ -15,6 +15,7 @@ from tests.exports import export
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.vllm_command import TABLE
+from xgpt.core.documents import LOADER
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation
 from xgpt.deciding.commands import engine_command
@@ -31,6 +32,7 @@ PLANNED = {
     "by itself, in eight bits": ("vllm", "chunked"),
     "waa, in eight bits": ("vllm", "waa-c"),
 }
+pytestmark = pytest.mark.usefixtures("short_simulations_here")
 TARGETS: tuple[Target, ...] = ("shell", "k8s", "dynamo", "llm-d")
 
 
@@ -63,7 +65,7 @@ def started(plan: Plan, target: Target) -> list[list[str]]:
         commands = [shlex.split(line.removeprefix("exec ").removesuffix('"$@"'))]
     else:
         texts = [text for name, text in files.items() if name.endswith(".yaml")]
-        commands = words_in([document for text in texts for document in yaml.safe_load_all(text)])
+        commands = words_in([document for text in texts for document in yaml.load_all(text, LOADER)])
     found = []
     for command in commands:
         if "xgpt" not in command[:3]:
@@ -155,7 +157,7 @@ def test_commands_divide_the_layers_as_planned() -> None:
     words = ["env", "VLLM_PP_LAYER_PARTITION=18,14", "vllm", "serve"]
     assert str(engine_command(plan)).startswith(" ".join(words))
     own = export(plan.model_copy(update={"checkpoint": "/model/here"}), "compose")["compose.yaml"]
-    replica = yaml.safe_load(own)["services"]["replica-0"]
+    replica = yaml.load(own, LOADER)["services"]["replica-0"]
     assert replica["entrypoint"][:3] == ["vllm", "serve", "/model"]
     assert replica["environment"]["VLLM_PP_LAYER_PARTITION"] == "18,14"
 

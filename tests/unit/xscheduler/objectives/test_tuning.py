@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.rings import examples
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, SlackBudget
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import ArrivalProcess
+from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
 from xscheduler.objectives import tuning
@@ -67,9 +69,10 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> No
 
 
 @pytest.mark.usefixtures("short_simulations")
-def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
+def test_plans_to_tune_from_leave_the_headroom_that_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
-    problem = planned(policy="chunked", headroom=None).problem
+    monkeypatch.setattr(tuning, "TIGHTER", tuning.TIGHTER[: examples(len(tuning.TIGHTER), 1)])
+    problem = resolve(plan_request(**(ASKED | {"policy": "chunked", "headroom": None})))
     objective = tuning.TunedArrivals(scheduler(problem), lambda plan: plan, None, "slack", None)
     plans = list(objective._under_tighter())
     assert problem.profile.headroom > 0
