@@ -108,7 +108,7 @@ def _by_steps(
     longest, spans, (own, part) = workload.output.lengths[-1], list[Span](), parts[0]
     measured, steps = run_replica(plan, profile, workload, part, len(own), spans.append, rule)
     check_known(profile, steps)
-    found = [(own, times_of(plan, steps, len(own), part.output).later(plan.request_path_s))]
+    found = [(own, _from_arrival(plan, times_of(plan, steps, len(own), part.output), part.input[: len(own)]))]
     found += [(own, _stepwise(plan, profile, part, longest, len(own), rule)) for own, part in parts[1:]]
     measured = replace(measured, num_requests=count)
     times, kept = _together(count, found), kept_by_class(plan, steps, len(own))
@@ -175,14 +175,19 @@ def _arrivals_ns(part: TraceLengths) -> Ints:
 def _times(plan: PlanDraft, run: Run, part: TraceLengths) -> RequestTimes:
     arrived, count = _arrivals_ns(part).astype(float), len(part.input)
     first, end = (np.asarray(values[:count], float) for values in (run.first_ns, run.end_ns))
-    return RequestTimes.of_ns(arrived, first, end, part.output).later(plan.request_path_s)
+    return _from_arrival(plan, RequestTimes.of_ns(arrived, first, end, part.output), part.input)
 
 
 def _stepwise(
     plan: PlanDraft, profile: Profile, part: TraceLengths, longest: int, count: int, rule: Rule | None = None
 ) -> RequestTimes:
     log = run_requests(plan, profile, part, longest, rule=rule)
-    return times_of(plan, log, count, part.output).later(plan.request_path_s)
+    return _from_arrival(plan, times_of(plan, log, count, part.output), part.input[:count])
+
+
+def _from_arrival(plan: PlanDraft, times: RequestTimes, inputs: Ints) -> RequestTimes:
+    """Return times in the engine's loop as times from arrival, with the log's own prompts."""
+    return times.later(0.0 if plan.engine is None else plan.engine.request_path_s(float(np.mean(inputs))))
 
 
 def _together(number: int, found: Iterable[tuple[Ints, RequestTimes]]) -> RequestTimes:

@@ -174,7 +174,7 @@ def test_a_plan_that_keeps_bounds_at_no_rate_is_not_said_to_keep_them(small: Rec
 def test_a_known_cost_is_said_with_what_to_run(small: Recommendation) -> None:
     """A price was given, and the answer had no line left for the cost."""
     text = " ".join(lines(small.but(best=small.best.but(cost_per_hour=11.6)), 1000))
-    assert f"on {small.devices} at 11.6 an hour, vLLM" in text
+    assert f"on {small.devices} at 11.6 an hour." in text
     assert " an hour" not in " ".join(lines(small, 1000))
 
 

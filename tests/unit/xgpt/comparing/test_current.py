@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from xgpt.comparing.compare import compare
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.scoring import score_current
+from xgpt.core.load import LogLoad
+from xgpt.core.workload import TraceLengths, binned
 from xgpt.deciding.commands import engine_command
 from xgpt.requests import plan_request
 from xgpt.solving import solve
+from xsimulator.replay import replay
 
 
 @pytest.mark.parametrize(
@@ -41,3 +45,17 @@ def test_a_deployment_is_shown_by_the_command_that_was_given() -> None:
     assert told.now is not None
     (process,) = told.now.processes
     assert (process.command, process.port, process.devices) == (command, 9000, (0,))
+
+
+def test_a_replay_does_not_depend_on_the_lengths_of_which_a_plan_was_made() -> None:
+    """A plan kept 93.04% of another day's log, and the deployment that its command starts 93.03%."""
+    asked = plan_request(
+        model="llama-3.1-8b", cluster="h100x1", workload="azure-conv", latency_bound_s=20, policy="chunked"
+    )
+    planned = solve(asked.but(engine="vllm"))
+    plan, profile = planned.best, planned.problem.profile
+    own = TraceLengths(np.full(200, 700), np.full(200, 50), np.arange(200) / 4)
+    other = plan.but(workload=plan.workload.but(input=binned([3000])))
+    times = [replay(each, profile, LogLoad.of("log", own)) for each in (plan, other)]
+    assert times[0] is not None and times[1] is not None
+    assert (times[0].ttft_s == times[1].ttft_s).all()
