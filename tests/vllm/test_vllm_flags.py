@@ -9,9 +9,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from xgpt.comparing.flags import tables
+from xgpt.comparing.flags import tables, verdicts
 from xgpt.comparing.launched import read_current
-from xgpt.comparing.vllm_command import REFUSED, TABLE
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.resolve import load_cluster, load_engine
 from xrunner.vllm import TESTED_VERSION
 
@@ -43,9 +43,9 @@ def test_flags_are_those_of_the_parser(parser: FlexibleArgumentParser) -> None:
 
 def test_neutral_values_hold_the_default(parser: FlexibleArgumentParser) -> None:
     defaults = {action.option_strings[0][2:]: action.default for action in parser._actions if action.option_strings}
-    for name, (_, neutral) in REFUSED.items():
+    for name, (_, neutral) in (verdicts("vllm", "refused") | verdicts("vllm", "noted")).items():
         default = defaults.get(name)  # None: a flag of earlier versions
-        if default is None or not isinstance(default, str | int | float | bool):
+        if isinstance(neutral, dict) or default is None or not isinstance(default, str | int | float | bool):
             continue
         text = {True: "yes", False: "no"}.get(default, str(default)) if isinstance(default, bool) else str(default)
         assert text in neutral or not default, name
