@@ -22,6 +22,23 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _functions_of_llvm() -> None:
+    """vLLM looks for kernels in all that this process has imported. numba's library answers to any name, even that of
+    Python's own attributes.
+    """
+    from llvmlite.binding import ffi
+
+    function_of = ffi._lib_wrapper.__getattr__
+
+    def found(library: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return function_of(library, name)
+
+    ffi._lib_wrapper.__getattr__ = found
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """OPT-125M's shape with seeded weights."""
