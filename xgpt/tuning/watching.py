@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log
 from typing import Literal, NamedTuple
 
@@ -29,11 +29,16 @@ SLOWER = 1.2
 SAME_RATE = 1.25
 """Gaps are compared only between rates that differ by at most this factor, since they grow with the load."""
 REUSED = 0.1
+"""The share of reused tokens changed if it differs by this much in both halves of the recent readings, which agree."""
 
 
 class Reading(NamedTuple):
     seconds: float
     page: Page
+
+
+def _reuse_of(readings: Sequence[Reading]) -> list[float]:
+    return [sum(each.page.counters.get(name, 0.0) for each in readings) for name in ("queries", "hits", "finished")]
 
 
 class Watcher:
@@ -101,13 +106,15 @@ class Watcher:
 
     def _reused(self) -> WatchAlarm | None:
         recent = list(self._readings)[-2 * RECENT_READINGS :]
-        queries, hits, ended = (
-            sum(reading.page.counters.get(name, 0.0) for reading in recent) for name in ("queries", "hits", "finished")
-        )
-        if not queries or ended < LEAST_REQUESTS or abs(hits / queries - self._reuse) < REUSED:
+        halves = recent[:RECENT_READINGS], recent[RECENT_READINGS:]
+        (queries, hits, ended), latest = map(_reuse_of, halves)
+        if not queries or not latest[0] or ended + latest[2] < LEAST_REQUESTS:
             return None
-        planned, self._reuse = self._reuse, hits / queries
-        return self._alarm("reuse", planned, hits / queries, ended, "of prompt tokens, a share is reused:", "")
+        earlier, share = hits / queries, latest[1] / latest[0]
+        if min(abs(earlier - self._reuse), abs(share - self._reuse)) < REUSED or abs(share - earlier) >= REUSED:
+            return None
+        planned, self._reuse = self._reuse, share
+        return self._alarm("reuse", planned, share, ended + latest[2], "of prompt tokens, a share is reused:", "")
 
     def _slower(self) -> WatchAlarm | None:
         reading = self._readings[-1]

@@ -127,8 +127,9 @@ def test_slower_steps_and_repeated_prompts_are_told_apart(plan: Plan) -> None:
     assert alarm is not None and alarm.cause == "step times" and number <= 8
     engine = Engine()
     watcher, alarm, _ = watched(plan, engine, 60)
-    _, alarm, number = watched(plan, engine, 60, 60, watcher, reused=0.5)
+    watcher, alarm, number = watched(plan, engine, 60, 60, watcher, reused=0.5)
     assert alarm is not None and alarm.cause == "reuse" and number <= 12
+    assert watched(plan, engine, 60, 60 + number, watcher, reused=0.5)[1] is None, "the same change alarms once"
 
 
 def test_a_restarted_engine_is_no_change(plan: Plan) -> None:
