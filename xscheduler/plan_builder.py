@@ -7,7 +7,6 @@ import numpy as np
 from xgpt.core.io import sha256
 from xgpt.core.schema import (
     Admission,
-    ChunkedSettings,
     Estimate,
     PlanDraft,
     PolicySettings,
@@ -18,6 +17,7 @@ from xgpt.core.schema import (
     Stage,
     StageLane,
 )
+from xgpt.core.schema.policy import engine_slots
 from xscheduler.problem import Problem
 from xscheduler.space import Space
 from xsimulator.stages import is_grouped
@@ -68,7 +68,8 @@ def _started(problem: Problem, space: Space, settings: PolicySettings) -> Space:
     engine = problem.engine_of(settings.kind)
     if problem.deployed is not None or engine is None or engine.scheduler != "own" or not engine.sampling_bytes:
         return space
-    return space.sampling_for(settings.most_running) if isinstance(settings, ChunkedSettings) else space
+    slots = engine_slots(settings)
+    return space if slots is None else space.sampling_for(slots)
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:

@@ -59,10 +59,9 @@ def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:
     pinned, order = draft.pinned, draft.admission.order
     if draft.estimate.reuse is not None or order not in ("fcfs", "in-time") or pinned.policy in TUNED:
         return
-    kind, engine = draft.policy.kind, problem.engine
-    needs_xgpt = engine is not None and not engine.runs(kind)
-    if needs_xgpt and "chunked" in kinds_of(problem, pinned.policy):  # what engines run by themselves
-        kind = "chunked"
+    kind: str = draft.policy.kind
+    if (engine := problem.engine) is not None and not engine.runs(kind):
+        kind = next((each for each in kinds_of(problem, pinned.policy) if engine.runs(each)), kind)
     constraint = problem.constraint.but(arrival_rate_per_s=None)
     for factor in LOOSER:
         with suppress(InfeasibleError):

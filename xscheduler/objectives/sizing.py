@@ -27,8 +27,8 @@ class Judged(NamedTuple):
     unverified: tuple[str, ...] = ()
 
 
-Judge = Callable[[int, float], Judged]
-"""Judges a number of devices, given the wanted confidence. Raises InfeasibleError if no plan keeps the constraint."""
+Judge = Callable[[int], Judged]
+"""Judges a number of devices. Raises InfeasibleError if no plan keeps the constraint."""
 
 
 class Fewest(NamedTuple):
@@ -66,14 +66,14 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
 
     If no number reaches the wanted confidence, return the smallest number with the highest confidence.
     """
-    tried = {most: judge(most, 0.0)}
+    tried = {most: judge(most)}
     if not tried[most].confidence:
         raise InfeasibleError(f"arrival_rate_per_s: {tried[most].why_not}", binding="arrival_rate_per_s")
     wanted = min(wanted, tried[most].confidence)
 
     def is_enough(number: int) -> bool:
         try:
-            tried[number] = judge(number, wanted)
+            tried[number] = judge(number)
         except InfeasibleError as error:
             tried[number] = Judged(0.0, _in_words(error))
         return tried[number].confidence >= wanted

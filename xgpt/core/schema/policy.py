@@ -238,6 +238,11 @@ SingleLaneSettings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettin
 PolicySettings = Annotated[SingleLaneSettings | WaaSettings, Field(discriminator="kind")]
 
 
+def engine_slots(settings: PolicySettings) -> int | None:
+    """Return for how many requests vLLM's own scheduler is started, or None if it does not run the settings."""
+    return settings.most_running if isinstance(settings, ChunkedSettings) else None
+
+
 POLICY_WORDS: dict[str, str] = {
     "rra": "encode a batch of prompts, then run several decode steps, in turn",
     "waa": "some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory",

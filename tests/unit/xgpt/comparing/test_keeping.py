@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
 from xgpt.deciding.keeping import keeping_most, share_kept
 from xgpt.deciding.load import carried
 from xgpt.deciding.recommend import by_itself
+from xgpt.deciding.sizing import verified_first
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
@@ -43,3 +45,17 @@ def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp
     kind, best = next(iter(found.items()))
     assert kind == "chunked" and by_itself(best.plan) and steady is first
     assert share_kept(best.draft, problem, load) > share_kept(first.draft, problem, load)
+
+
+def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
+    """An answer said "6 or 7 hold it in 8 of 10 cases", and on 6 devices that no schedule holds the log."""
+    problem = resolve(plan_request(model="opt-13b", cluster="a40x4", ttft_s=2.0, latency_bound_s=None))
+    found = next(iter(found_each(problem, "orca").values()))
+    lost = KeptByWindow(share=0.97, worst=None, worst_share=0.88)
+
+    class Load:
+        confidence = staticmethod(lambda *_: 0.8)
+        kept = staticmethod(lambda *_: lost)
+
+    _, judged = verified_first({"orca": found}, problem.profile, Load(), 0.9)  # type: ignore[arg-type]
+    assert judged.confidence == 0 and judged.why_not.startswith("only 97.0% of the log's requests")

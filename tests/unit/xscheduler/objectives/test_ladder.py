@@ -150,7 +150,7 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
     subjects = [each.under(constraint) for each in subjects]
 
-    def judge(number: int, wanted: float, problem: Problem) -> Judged:
+    def judge(number: int, problem: Problem) -> Judged:
         found_each(replace(problem, max_devices=number), policy="orca")
         return Judged(1.0)
 
@@ -166,7 +166,7 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
 
 def test_a_cluster_that_surely_holds_the_rate_comes_before_a_cheaper_one_that_may_not() -> None:
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in (("h200x1", 4.5), ("a40x4", 1.0))]
-    judges = [lambda number, wanted: Judged(0.95), lambda number, wanted: Judged(0.2 * number, "too slow")]
+    judges = [lambda number: Judged(0.95), lambda number: Judged(0.2 * number, "too slow")]
     found = cheapest(subjects, judges, 0.9)
     assert [(each.problem.cluster.name, each.why_not) for each in found] == [
         ("h200x1", ""),
@@ -178,7 +178,7 @@ def test_a_cluster_that_surely_holds_the_rate_comes_before_a_cheaper_one_that_ma
 def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float, number: int) -> None:
     """If no number is as sure as wanted, the smallest of the surest is taken."""
     sure = {1: Judged(0.0, "8/s"), 2: Judged(0.7, "7 of 10"), 3: Judged(0.95), 4: Judged(0.95)}
-    found = fewest_devices(4, lambda number, wanted: sure[number], wanted)
+    found = fewest_devices(4, lambda number: sure[number], wanted)
     assert found.number == number and dict(found.tried)[4].confidence == 0.95
     assert (
         f"{number - 1} device{'s are' if number > 2 else ' is'} {'less sure' if number > 2 else 'not enough'}: "
@@ -189,21 +189,21 @@ def test_the_fewest_devices_hold_the_rate_at_the_wanted_confidence(wanted: float
 def test_more_devices_hold_a_load_no_less_surely_than_fewer() -> None:
     """An answer said "5 hold it in 3 of 10 cases, 6 or 7 in 2": six devices can run the plan for five."""
     sure = {8: 0.5, 5: 0.3, 6: 0.2, 7: 0.2}
-    found = fewest_devices(8, lambda number, wanted: Judged(sure.get(number, 0.0), "too few"), 0.9)
+    found = fewest_devices(8, lambda number: Judged(sure.get(number, 0.0), "too few"), 0.9)
     assert found.number == 8 and [judged.confidence for _, judged in found.tried][-3:] == [0.3, 0.3, 0.5]
 
 
 def test_a_guess_spares_judging_most_numbers_of_devices() -> None:
     judged = list[int]()
 
-    def judge(number: int, wanted: float) -> Judged:
+    def judge(number: int) -> Judged:
         judged.append(number)
         return Judged(float(number > 4), "too slow", needed=5)
 
     assert fewest_devices(32, judge, 0.9).number == 5
     assert judged == [32, 5, 4]
     for needed in (0, 2, 30):
-        wrong = fewest_devices(32, lambda number, wanted, needed=needed: Judged(float(number > 4), "", needed), 0.9)
+        wrong = fewest_devices(32, lambda number, needed=needed: Judged(float(number > 4), "", needed), 0.9)
         assert wrong.number == 5
 
 
