@@ -162,7 +162,11 @@ def _never_kept(found: Recommendation) -> str:
     nearest = bounds_in_words(found.nearest).partition(" for ")[0]
     kept = bounds_in_words(found.bounds, found.best.sessions)
     text = f"No schedule found on your {_devices(found.best)} keeps {kept}, at any rate"
-    return f"{text}; the nearest bounds that one keeps: {nearest}"
+    asked = {each.name: each.bound_s for each in found.bounds}
+    factors = [each.bound_s / asked[each.name] for each in found.nearest if each.name in asked]
+    together = len(factors) > 1 and max(factors) < 1.02 * min(factors)
+    each = f", each {factors[0]:.3g} times as long" if together else ""
+    return f"{text}; the nearest bounds that one keeps{each}: {nearest}"
 
 
 def _devices(offer: Offer) -> str:
@@ -268,10 +272,19 @@ def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, 
         yield 5, f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
+def _keeps_more(offer: Offer, than: Offer) -> bool:
+    mine, other = offer.at_load, than.at_load
+    if mine is None or other is None or mine.share_kept is None or other.share_kept is None or other.holds:
+        return offer.rate_per_s.value > than.rate_per_s.value
+    return mine.share_kept > other.share_kept
+
+
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start, first = "Next best", found.rejected or found.best
     if first.unverified and not offer.unverified:
-        start = "Best that measurements verify"
+        now = found.now
+        is_second = now is not None and not now.unverified and not _keeps_more(offer, now)
+        start = f"Best {'other ' if is_second else ''}that measurements verify"
     elif offer.unverified and not first.unverified:
         is_higher = offer.rate_per_s.value > first.rate_per_s.value
         start = f"{'Higher' if is_higher else start}{_not_verified(offer.unverified)}"

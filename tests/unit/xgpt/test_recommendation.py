@@ -10,7 +10,7 @@ import xgpt
 from xgpt.comparing.compare import compare
 from xgpt.core.schema import Recommendation
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import AtLoad, OfferedCluster, Process, Ranged, Sized
+from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Process, Ranged, Sized
 from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
 from xgpt.deciding.verified import unverified
@@ -169,6 +169,28 @@ def test_a_plan_that_keeps_bounds_at_no_rate_is_not_said_to_keep_them(small: Rec
     """An answer had "keeps ... for 90% of requests, up to 0 requests/s" of what it said keeps them at no rate."""
     text = " ".join(lines(small.but(best=small.best.but(rate_per_s=Ranged(value=0.0))), 1000))
     assert "up to 0" not in text and "for 99% of requests at no rate" in text
+
+
+def test_the_best_verified_plan_is_not_named_beside_a_better_one_that_runs(small: Recommendation) -> None:
+    """Replicas that keep 91% of a log ran; "best that measurements verify" was one that keeps 90% of it."""
+    at = AtLoad(rate_per_s=9, num_requests=10**6, share_kept=0.9, holds=False)
+    first, other = small.best.but(unverified=("pipelines",)), small.best.but(at_load=at, name="other")
+    for share, said in ((0.91, "Best other that measurements verify"), (0.5, "Best that measurements verify")):
+        now = small.best.but(at_load=at.but(share_kept=share))
+        text = " ".join(lines(small.but(best=first, now=now, runner_up=other), most=None))
+        assert f"{said}:" in text
+
+
+def test_bounds_that_are_loosened_together_are_said_to_be(small: Recommendation) -> None:
+    """Two bounds of 10.6 times the user's were called the nearest that are kept, although one alone may be tighter."""
+    asked = tuple(
+        BoundKept(name=name, bound_s=bound, quantile=0.9) for name, bound in (("TTFT", 0.02), ("TPOT", 0.003))
+    )
+    loose = tuple(each.but(bound_s=10.6 * each.bound_s) for each in asked)
+    text = " ".join(" ".join(lines(small.but(bounds=asked, nearest=loose), most=None)).split())
+    assert (
+        "the nearest bounds that one keeps, each 10.6 times as long: TTFT within 212 ms and TPOT within 31.8 ms" in text
+    )
 
 
 def test_a_known_cost_is_said_with_what_to_run(small: Recommendation) -> None:
