@@ -80,7 +80,7 @@ def test_the_plan_promises_its_quantile_of_outputs() -> None:
 
 def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() -> None:
     """Before, eight of them reserved all memory, and the request waited for one of them to fill its context."""
-    engine = fake_engine(FakeExecutor(step_s=0.002), kv_blocks=64, max_batch=16)
+    engine = fake_engine(FakeExecutor(step_s=0.005), kv_blocks=64, max_batch=16)
     with running(fake_app(engine, Watch(fake_plan()), codec=byte_codec())) as url, ThreadPoolExecutor(8) as pool:
         chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
 
@@ -88,13 +88,11 @@ def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() ->
             return httpx.post(f"{url}/v1/chat/completions", json=chat, trust_env=False, timeout=60)
 
         chats = [pool.submit(ask) for _ in range(8)]
-        assert eventually(lambda: engine.pool.num_running == 8)
-        time.sleep(0.6)  # they have outgrown their promise, and hold all there is
+        assert eventually(lambda: engine.pool.num_preemptions > 0)  # they have outgrown their promise, and hold all
         assert post(url, max_tokens=2).status_code == 200
         assert not any(one.done() for one in chats)
         usages = [future.result().json()["usage"] for future in chats]
         assert {usage["total_tokens"] for usage in usages} == {SPEC.max_context}  # and still none is cut short
-        assert engine.pool.num_preemptions
 
 
 # A minute's requests and tokens -----------------------------------------------------------------------------
