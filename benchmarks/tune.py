@@ -407,8 +407,7 @@ def published(given: argparse.Namespace) -> None:
     print(f"{len(found)} sweeps of {min(sizes)} to {max(sizes)} rows")
     print("\n".join([*summary(found), str(proofs(found))]))
     if given.record:
-        medians = {name: f"{_quantile(counts_of(found, name), 0.5):g}" for name in ("tune", "tpe")}
-        record("tune/published", PUBLISHED, summary(found), **medians, **proofs(found))
+        record_counts("published", PUBLISHED, found)
 
 
 def problem_of(rng: np.random.Generator) -> Problem:
@@ -488,6 +487,11 @@ def proofs(rows: list[dict[str, Any]]) -> dict[str, int]:
     return {"problems": len(rows), "ended": len(ended), "true": sum(share >= 1 / (1 + TOLERANCE) for share in ended)}
 
 
+def record_counts(name: str, claim: str, rows: list[dict[str, Any]]) -> None:
+    medians = {each: f"{_quantile(counts_of(rows, each), 0.5):g}" for each in ("tune", "tpe")}
+    record(f"tune/{name}", claim, summary(rows), **medians, **proofs(rows))
+
+
 PUBLISHED = (
     "In {problems} published sweeps of 8 to 24 rows, reading {tune} row in the median is enough for one within 5% of "
     "the best, for TPE {tpe}; of {ended} closing proofs {true} were true."
@@ -541,8 +545,7 @@ def main() -> None:
             if len(rows) % 10 == 0:
                 print("\n".join([*summary(rows), str(proofs(rows))]), flush=True)
     if given.record:
-        medians = {name: f"{_quantile(counts_of(rows, name), 0.5):g}" for name in ("tune", "tpe")}
-        record("tune/hidden", CLAIM, summary(rows), **medians, **proofs(rows))
+        record_counts("hidden", CLAIM, rows)
     print("\n".join([*summary(rows), str(proofs(rows))]))
 
 

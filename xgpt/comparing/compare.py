@@ -135,10 +135,12 @@ def in_engine_of(request: PlanRequest, running: CurrentEngine, cluster: ClusterS
     engine on this machine serves plans for the engine's own scheduler, too.
     """
     given, of_running = request.profile, cluster.device.type == "gpu"
+    if request.engine is not None or (given is not None and not cluster.is_local):
+        return request
     if given is not None:
         profile = load_json(Path(given), Profile, "profile") if isinstance(given, str) else given
-        of_running = cluster.is_local and profile.engine == running.framework
-    return request.but(engine=engine_name(running)) if request.engine is None and of_running else request
+        of_running = profile.engine == running.framework
+    return request.but(engine=engine_name(running)) if of_running else request
 
 
 def _with_current(

@@ -164,9 +164,9 @@ def _never_kept(found: Recommendation) -> str:
     text = f"No schedule found on your {_devices(found.best)} keeps {kept}, at any rate"
     asked = {each.name: each.bound_s for each in found.bounds}
     factors = [each.bound_s / asked[each.name] for each in found.nearest if each.name in asked]
-    together = len(factors) > 1 and max(factors) < 1.02 * min(factors)
-    each = f", each {factors[0]:.3g} times as long" if together else ""
-    return f"{text}; the nearest bounds that one keeps{each}: {nearest}"
+    is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
+    factor = f", each {factors[0]:.3g} times as long" if is_alike else ""
+    return f"{text}; the nearest bounds that one keeps{factor}: {nearest}"
 
 
 def _devices(offer: Offer) -> str:
