@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,8 @@ def tune(output: str | None, force: bool, as_json: bool, **_: Any) -> None:
 def watch(plan_path: str, **_: Any) -> None:
     def tell(alarm: WatchAlarm) -> None:
         more = "" if alarm.gain is None else f" ({100 * alarm.gain:+.0f}% requests/s)"
-        click.echo(printable(alarm.text + (f"; {alarm.action}{more}" if alarm.action else "")))
+        act = f"; {alarm.action}{more}" if alarm.action else ""
+        click.echo(printable(f"{datetime.now():%H:%M:%S} {alarm.text}{act}"))
         if alarm.command:
             click.echo(printable(f"command: {alarm.command}"))
 
