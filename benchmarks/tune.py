@@ -502,8 +502,8 @@ REAL = (
     "in the same time."
 )
 CLAIM = (
-    "On {problems} engines whose step times are hidden from it, `xgpt tune` needs {tune} measurements in the median "
-    "for settings within 5% of the best, Optuna's TPE {tpe}; of its {ended} closing proofs {true} were true."
+    "On {problems} engines whose step times are hidden from it, measurements until `xgpt tune` is within 5% of the "
+    "best: {tune} in the median, Optuna's TPE {tpe}; of tune's {ended} closing proofs {true} were true."
 )
 
 

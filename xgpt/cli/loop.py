@@ -118,6 +118,8 @@ def watch(plan_path: str, **_: Any) -> None:
         if alarm.command:
             click.echo(printable(f"command: {alarm.command}"))
 
+    given = options.given()
+    click.echo(printable(f"watching {' and '.join(given['engine'])} ..."), err=True)
     stop = Event()
     with stops_on_signal(stop):
-        api.watch(plan_path, on_alarm=tell, stop=stop, **options.given())
+        api.watch(plan_path, on_alarm=tell, stop=stop, **given)
