@@ -6,9 +6,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from xgpt import api
 from xgpt.cli import main
 
 PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
@@ -28,6 +30,18 @@ def run(*arguments: str) -> Ran:
         main(list(arguments))
     assert isinstance(end.value.code, int)
     return Ran(end.value.code, out.getvalue(), err.getvalue())
+
+
+def once(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Let the commands of a function of `xgpt` all get its first answer, until the list is cleared."""
+    answer, answers = getattr(api, name), list[Any]()
+
+    def first(*arguments: Any, **given: Any) -> Any:
+        answers.extend([] if answers else [answer(*arguments, **given)])
+        return answers[0]
+
+    monkeypatch.setattr(api, name, first)
+    return answers
 
 
 class Xgpt:

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.commands import Xgpt, run
+from tests.cli.commands import Xgpt, once, run
 from tests.rings import shorten
-from xgpt import api
 from xgpt.comparing.assumptions import changes
-from xgpt.comparing.compare import Compared
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Ranged
 from xgpt.core.schema.plan import rate_of
@@ -102,13 +100,7 @@ def test_what_runs_now_is_compared_in_sessions(xgpt: Xgpt, monkeypatch: pytest.M
     """--explain planned independent requests under looser bounds, and ended in an internal error for some. Rates of
     what runs now were at most its throughput without what turns find.
     """
-    compare, compared = api.compare, list[Compared]()
-
-    def once(**asked: Any) -> Compared:
-        compared.extend([compare(**asked)] if not compared else ())
-        return compared[0]
-
-    monkeypatch.setattr(api, "compare", once)
+    compared = once(monkeypatch, "compare")
     _write_log(10)
     asked = ("compare", "--cluster", "h100x1", "--workload", "log.csv", "--session-wait", "3", "--ttft", "1")
     asked = (*asked, "--quantile", "0.9", "--current", SERVED)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.commands import once
 from xgpt.calibrating import MeasuredLoad
 from xgpt.cli import cli
 from xgpt.core.errors import InputError, MachineError
@@ -447,8 +448,10 @@ def test_check_sends_sessions_and_compares_their_turns_and_waits(
     monkeypatch.setattr(checking, "LOAD_S", 0.5)
     with fake_engine(monkeypatch, model="meta-llama/Llama-3.1-8B") as url:
         given = ["check", url, "--plan", str(plan), "--arrival-rate", "10"]
+        checked = once(monkeypatch, "check")
         result = CliRunner().invoke(cli, given)
         found = json.loads(CliRunner().invoke(cli, [*given, "--json"]).stdout)
+        checked.clear()
         current = [*given[:2], *asked[:6], *bounds, "--current", "vllm serve meta-llama/Llama-3.1-8B", *given[4:]]
         refused = CliRunner().invoke(cli, ["tune", *asked, "--start", "true {command}"])
         other = CliRunner().invoke(cli, [*current, "--json"])
@@ -465,7 +468,7 @@ def test_check_sends_sessions_and_compares_their_turns_and_waits(
     assert found["rate_before"]["value"] == pytest.approx(promised, rel=0.1) and found["bounds"]["ttft_quantile_s"] == 1
     assert len(found["loads"]) == 2
     for load, predicted in zip(found["loads"], found["predicted"], strict=True):
-        assert load["num_sessions"] == 12 and load["kept"] and load["share_kept"] == 1
+        assert load["num_sessions"] == 12 and load["share_kept"] > 0.5
         # The fake engine keeps everything in blocks of vLLM's size, as the simulation does with so much memory.
         assert load["reused_share"] == pytest.approx(predicted["reused_share"], abs=0.03)
         assert load["session_wait_quantile_s"] > load["ttft_quantile_s"] > predicted["ttft_quantile_s"] / 3
