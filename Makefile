@@ -31,10 +31,11 @@ test-all: $(VENV)/.installed-test
 	$(MAKE) attack test-triton test-vllm test-clients
 
 # Attacks on running servers, with a table of their results. A short form of them is part of `make test`. vLLM is
-# attacked if XGPT_VLLM_PYTHON names its Python; XGPT_SCHEMATHESIS may name an installed schemathesis.
+# attacked if XGPT_VLLM_PYTHON names its Python; XGPT_SCHEMATHESIS may name an installed schemathesis. Two at a time
+# (ATTACKS='-n 2 --dist loadfile') take half as long, and disturb each other's times.
 attack: $(VENV)/.installed-test $(if $(XGPT_SCHEMATHESIS),,$(SCHEMATHESIS)/.installed)
 	XGPT_SCHEMATHESIS=$(or $(XGPT_SCHEMATHESIS),$(abspath $(SCHEMATHESIS)/bin/schemathesis)) \
-		$(BIN)/python -m tests.attack --attack-report attack.json
+		$(BIN)/python -m tests.attack --attack-report attack.json $(ATTACKS)
 
 # The kernels for GPUs, in Triton's interpreter: 200 MB to download. With torch for CUDA, triton is already installed,
 # and `make test` runs them.

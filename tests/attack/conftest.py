@@ -20,13 +20,13 @@ if sys.platform != "linux":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--attack-report", type=Path, metavar="FILE", help="what attacks did, as JSON and as a table")
+    parser.addoption("--attack-report", metavar="FILE", help="what attacks did, as JSON and as a table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--attack-report", None)
     if path is not None:
-        config.pluginmanager.register(Report(path))
+        config.pluginmanager.register(Report(Path(path)))
 
 
 @pytest.fixture(scope="session")

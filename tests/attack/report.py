@@ -17,22 +17,23 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._points: dict[str, list[int]] = {}
         self._rows: list[dict[str, Any]] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             points = {number for mark in item.iter_markers("point") for number in mark.args}
             points |= {number for number, point in POINTS.items() if _entry(item.nodeid, point)}
-            self._points[item.nodeid] = sorted(points)
+            item.user_properties.append(("points", sorted(points)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            row = {"test": report.nodeid, "points": self._points.get(report.nodeid, []), "outcome": report.outcome}
-            self._rows.append(row | {"seconds": round(report.duration, 1)} | dict(report.user_properties))
+            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
+            self._rows.append(row | dict(report.user_properties))
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write FILE as JSON, and next to it the table as markdown."""
+        if hasattr(session.config, "workerinput"):
+            return
         self._path.write_text(json.dumps(self._rows, indent=1) + "\n")
         self._path.with_suffix(".md").write_text(self._table())
 
