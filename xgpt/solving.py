@@ -33,7 +33,7 @@ from xprofiler.store import profile_of
 from xscheduler.expression import maximised
 from xscheduler.fleet.day_load import Day, cut, read_day
 from xscheduler.fleet.following import LOOK_S, FollowedFleet, simulate_day
-from xscheduler.fleet.planning import FleetCluster, FleetModel, plan_day, share_kept
+from xscheduler.fleet.planning import FleetCluster, FleetModel, kept_by_interval, plan_day, share_kept
 from xscheduler.fleet.replica_kinds import Candidate
 from xscheduler.fleet.scaling import Follower
 from xscheduler.found import Found
@@ -475,5 +475,5 @@ def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
     first = fleet.intervals[0].replicas
     done = simulate_day(fleet, day.requests, day.seconds, Follower(fleet), LOOK_S, first)
     times = model.simulate_replicas(done.replicas)
-    kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
-    return FollowedFleet(done, len(day.requests), kept, within, fleet.constraint.quantile)
+    within = kept_by_interval(model, times, fleet.interval_s)
+    return FollowedFleet(fleet, done, len(day.requests), share_kept(model, times), within)

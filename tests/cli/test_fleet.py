@@ -58,8 +58,12 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     assert "constant: " in page and page.count("<img ") == 1
     assert "leave it out" in xgpt.fails(2, "report", "fleet.json", "--profile", "p.json")
     followed = xgpt("autoscale", "fleet.json", "--simulate", str(day)).out
-    assert re.match(r"The rule keeps the bounds for (all|99\.\d+%) of [\d,]{5,} requests; 99% must\.\n", followed)
-    assert "not their lengths" not in followed
+    worst = r"(, \S+ in the worst interval \(\d:\d\d to \d:\d\d\))?"
+    kept = rf"(all|99\.\d+%) of [\d,]{{5,}} requests{worst}; 99% must in each, but for chance\."
+    assert re.match(f"The rule keeps the bounds for {kept}", " ".join(followed.split()))
+    figures = json.loads(xgpt("autoscale", "fleet.json", "--simulate", str(day), "--json").out)
+    assert figures["worst_share_within"] <= figures["share_within"] and figures["cost"] > figures["device_hours"]
+    assert ("Too few: it follows the number of requests" in followed) != figures["holds"]
 
 
 def test_bounds_hold_in_each_interval(xgpt: Xgpt, day: Path) -> None:

@@ -194,14 +194,20 @@ def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(followed.figures, indent=1))
         return
-    least, kept = f"{100 * followed.share_wanted:g}%", phrases.percent(followed.share_within)
-    click.echo(f"The rule keeps the bounds for {kept} of {followed.num_requests:,} requests; {least} must.")
-    if followed.share_within < followed.share_wanted:
-        click.echo("It follows the number of requests, not their lengths: if these differ, plan a fleet for this day.")
+    fleet, within = followed.fleet, followed.within
+    kept = f"{phrases.percent(within.share)} of {followed.num_requests:,} requests"
+    if within.worst is not None and within.worst_share is not None and within.worst_share < 1:
+        kept += f", {phrases.percent(within.worst_share)} in the worst interval ({within.worst.name})"
+    in_each = " in each, but for chance" if fleet.slo_window == "interval" else ""
+    said = [f"The rule keeps the bounds for {kept}; {100 * fleet.constraint.quantile:g}% must{in_each}."]
+    if not followed.holds:
+        follows = "it follows the number of requests, not their lengths"
+        said.append(f"Too few: {follows}; if these differ, plan a fleet for this day.")
+    click.echo("\n".join(line for text in said for line in phrases.wrapped(text)))
     rows = [
         ["share within the bounds less the headroom", phrases.percent(followed.share_kept)],
         ["device-hours", f"{followed.day.device_hours:.4g}"],
-        ["cost", f"{followed.day.cost:.4g}"],
+        *([["cost", f"{followed.day.cost:.4g}"]] if fleet.is_priced else []),
         ["replicas that ran at some time", f"{len(followed.day.replicas)}"],
     ]
     render.show(render.table("the day on the simulated clock", ["figure", "value"], rows))

@@ -6,6 +6,7 @@ A verdict on a log is a verdict on its windows: a fleet that keeps its bounds on
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -125,18 +126,44 @@ class KeptByWindow(NamedTuple):
         )
 
 
-def _clock(seconds: float, length: float) -> str:
+def kept_in(windows: Sequence[Window], is_kept: NDArray[np.bool_]) -> KeptByWindow:
+    """Return the shares of requests that keep the bounds, of a whole load and by window.
+
+    Args:
+        is_kept: whether each request keeps the bounds. # [requests]
+    """
+    shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in windows if each.num_requests}
+    counted = [each for each in _counted(windows) if each in shares]
+    worst = min(counted, key=lambda window: (shares[window], -window.num_requests)) if counted else None
+    by_window, counts = tuple(map(shares.get, windows)), tuple(each.num_requests for each in windows)
+    return KeptByWindow(float(np.mean(is_kept)), worst, None if worst is None else shares[worst], by_window, counts)
+
+
+def _counted(windows: Sequence[Window]) -> Sequence[Window]:
+    length = max((window.seconds for window in windows), default=0.0)
+    enough = [each for each in windows if each.num_requests >= LEAST_REQUESTS and each.seconds >= length / 2]
+    return enough or windows
+
+
+def clock(seconds: float, length: float) -> str:
+    """Return a time of day at which a window of this length begins or ends, as in 12:15."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}" + (f":{rest:02}" if length < 60 else "")
 
 
 @dataclass(frozen=True, eq=False)
 class LogLoad:
-    """A log's requests in windows. Without times, there are no windows."""
+    """A log's requests in windows. Without times, there are no windows.
+
+    Attributes:
+        requests: the log's requests, as they are or grown.
+        log: the requests before they have grown. None means that they have not.
+    """
 
     name: str
     requests: TraceLengths
     growth: Growth = NO_GROWTH
+    log: TraceLengths | None = None
 
     @classmethod
     def of(cls, name: str, log: TraceLengths, growth: Growth = NO_GROWTH) -> LogLoad:
@@ -147,7 +174,8 @@ class LogLoad:
         """
         if growth.rate != 1 and log.timestamp_s is None:
             raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
-        return cls(name, growth.trace(log._replace(sessions=None)), growth)
+        log = log._replace(sessions=None)
+        return cls(name, growth.trace(log), growth, log)
 
     @property
     def seconds(self) -> float:
@@ -183,7 +211,7 @@ class LogLoad:
 
     def _named(self, edge_s: float, length: float) -> str:
         if self.requests.begin_s is None:
-            return f"+{_clock(abs(edge_s), length)} to +{_clock(edge_s + length, length)}"
+            return f"+{clock(abs(edge_s), length)} to +{clock(edge_s + length, length)}"
         begin, end = (
             datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
             for at_s in (edge_s, edge_s + length)
@@ -194,33 +222,19 @@ class LogLoad:
 
     @cached_property
     def busiest(self) -> Window | None:
-        counted = self._counted
+        counted = _counted(self.windows)
         return max(counted, key=lambda window: window.rate_per_s) if counted else None
 
     @property
     def minute_per_s(self) -> float | None:
-        """The rate of the busiest minute, by which bursts within longer windows show."""
-        times = self.requests.timestamp_s
+        """The rate of the log's busiest minute times its growth, by which bursts within longer windows show. Copies
+        arrive within a minute of what they copy, which would flatten it.
+        """
+        times = (self.log or self.requests).timestamp_s
         if times is None or self.busiest is None or self.busiest.seconds <= 60:
             return None
-        return float(np.bincount((times // 60).astype(int)).max()) / 60
-
-    @property
-    def _counted(self) -> list[Window]:
-        length = max((window.seconds for window in self.windows), default=0.0)
-        enough = [each for each in self.windows if each.num_requests >= LEAST_REQUESTS and each.seconds >= length / 2]
-        return enough or list(self.windows)
+        return self.growth.rate * float(np.bincount((times // 60).astype(int)).max()) / 60
 
     def kept(self, is_kept: NDArray[np.bool_]) -> KeptByWindow:
-        """Return the shares of requests that keep the bounds, of the whole load and by window.
-
-        Args:
-            is_kept: whether each request keeps the bounds. # [requests]
-        """
-        share = float(np.mean(is_kept))
-        shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in self.windows if each.num_requests}
-        counted = [each for each in self._counted if each in shares]
-        worst = min(counted, key=lambda window: (shares[window], -window.num_requests)) if counted else None
-        by_window = tuple(shares.get(each) for each in self.windows)
-        counts = tuple(each.num_requests for each in self.windows)
-        return KeptByWindow(share, worst, None if worst is None else shares[worst], by_window, counts)
+        """See `kept_in`."""
+        return kept_in(self.windows, is_kept)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.load import KeptByWindow
 from xgpt.core.schema.fleet import FleetPlan
 from xsimulator.fleet import Replica, Requests
 
@@ -63,25 +64,34 @@ class FollowedFleet:
 
     Attributes:
         share_kept: share of requests that keep the bounds less the headroom.
-        share_within: share of requests that keep the bounds.
-        share_wanted: share of requests that must keep them.
+        within: shares of requests that keep the bounds, of the day and by interval.
     """
 
+    fleet: FleetPlan
     day: FollowedDay
     num_requests: int
     share_kept: float
-    share_within: float
-    share_wanted: float
+    within: KeptByWindow
 
     @property
-    def figures(self) -> dict[str, float]:
+    def holds(self) -> bool:
+        """Whether the wanted share keeps the bounds, of the day and, if the fleet is planned so, in each interval."""
+        wanted = self.fleet.constraint.quantile
+        return self.within.holds(wanted) if self.fleet.slo_window == "interval" else self.within.share >= wanted
+
+    @property
+    def figures(self) -> dict[str, float | str | None]:
+        worst = self.within.worst
         return {
             "requests": self.num_requests,
             "share_kept": self.share_kept,
-            "share_within": self.share_within,
+            "share_within": self.within.share,
+            "worst_interval": None if worst is None else worst.name,
+            "worst_share_within": self.within.worst_share,
+            "holds": self.holds,
             "device_hours": self.day.device_hours,
-            "cost": self.day.cost,
             "replicas": len(self.day.replicas),
+            **({"cost": self.day.cost} if self.fleet.is_priced else {}),
         }
 
 

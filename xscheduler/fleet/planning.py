@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.load import DEVIATIONS, KeptByWindow, Window, clock, kept_in
 from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, SloWindow
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.fleet.day_load import Day, Intervals
@@ -41,8 +43,6 @@ MOST_REPAIRED, LOCAL_STEP, MOST_LOCAL = 12, 1.1, 8.0
 """Largest number of fleets that are tried to keep the bounds in each interval. For each, the load of the intervals that
 break them is raised by steps of this factor until their replicas change, up to the last factor.
 """
-DEVIATIONS = 3.0
-"""An interval breaks its bounds if its share is lower than required by more than so many standard deviations."""
 NOTHING = 0.01
 """A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
@@ -264,6 +264,23 @@ def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> np
     constraint = model.candidates[0].kind.plan.constraint
     margin = max((one.kind.plan.constraint.headroom for one in model.candidates), default=0.0) if headroom else 0.0
     return np.asarray(times.excess(constraint.all_bounds) <= 1 / (1 + margin))
+
+
+def kept_by_interval(model: FleetModel, times: RequestTimes, interval_s: float) -> KeptByWindow:
+    """Return the shares of requests that keep the full bounds, of the day and by interval."""
+    intervals = model.intervals
+    edges = np.searchsorted(intervals.of_requests, np.arange(len(intervals.seconds) + 1)).tolist()
+    windows = [
+        Window(
+            f"{clock(interval_s * i, interval_s)} to {clock(interval_s * (i + 1), interval_s)}",
+            interval_s * i,
+            float(intervals.seconds[i]),
+            first,
+            end,
+        )
+        for i, (first, end) in enumerate(pairwise(edges))
+    ]
+    return kept_in(windows, kept(model, times, headroom=False))
 
 
 def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: RequestTimes) -> FleetFigures:

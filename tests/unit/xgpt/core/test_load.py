@@ -53,6 +53,7 @@ def test_a_load_grows_at_the_same_time_of_day(rate: float, outputs: float) -> No
     assert grown.requests.output.mean() == pytest.approx(outputs * log.requests.output.mean(), rel=0.03)
     for before, after in zip(log.windows, grown.windows, strict=True):
         assert after.num_requests == pytest.approx(rate * before.num_requests, abs=6 * (before.num_requests + 4) ** 0.5)
+    assert grown.minute_per_s == pytest.approx(rate * (log.minute_per_s or 0)), "9.183 a second doubled was 18"
     times = grown.requests.timestamp_s
     assert times is not None and (np.diff(times) >= 0).all()
     if rate == 2:  # a copy is another user's request: it does not come at the same moment

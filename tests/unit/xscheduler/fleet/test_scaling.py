@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from tests.fleets import fleet_of
+from xgpt.core.load import KeptByWindow, Window
 from xgpt.core.schema.fleet import FleetPlan
-from xscheduler.fleet.following import LOOK_S, FollowedDay, simulate_day
+from xscheduler.fleet.following import LOOK_S, FollowedDay, FollowedFleet, simulate_day
 from xscheduler.fleet.scaling import Follower, Scaling
 from xsimulator.fleet import Requests
 
@@ -68,3 +70,15 @@ def test_a_short_time_of_heavy_lengths_does_not_order_replicas_for_the_whole_day
     scaling = Scaling(fleet.model_copy(update=changed | {"lengths": fleet.lengths * 2}))
     assert scaling.rates == (1.6,)
     assert scaling.wanted(0.0, 4.0) == (3,) and scaling.wanted(3400.0, 4.0) == (8,)
+
+
+def test_a_followed_day_is_judged_by_its_intervals_and_costs_what_is_known() -> None:
+    """A rule kept the bounds for 97% of a day and half of its noon; device-hours without a price were its cost."""
+    fleet = fleet_of([2.0] * 12)
+    noon = Window("12:00 to 12:15", 43_200.0, 900.0, 0, 900)
+    within = KeptByWindow(0.97, noon, 0.5, (0.999, 0.5), (20_000, 900))
+    found = FollowedFleet(fleet, FollowedDay((), 8.0, 8.0, ()), 20_900, 0.96, within)
+    assert found.figures["worst_interval"] == noon.name and found.figures["worst_share_within"] == 0.5
+    day = fleet.model_copy(update={"slo_window": "day", "constraint": fleet.constraint.but(quantile=0.9)})
+    assert not found.holds and replace(found, fleet=day).holds
+    assert found.figures["device_hours"] == 8.0 and "cost" not in found.figures
