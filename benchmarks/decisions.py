@@ -30,6 +30,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.load import NO_GROWTH, KeptByWindow, LogLoad
 from xgpt.core.schema import Plan, Profile
 from xgpt.deciding.recommend import CLEAR
+from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
 from xsimulator.run import run_requests, times_of
@@ -119,6 +120,8 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
         wrong.append(f"{told.action} instead of {right}")
     if told.would_hold is not None and told.would_hold_of != "runner_up":
         plan = found.current if told.action == "keep" and told.would_hold_of == "best" else found.best
+        if told.steady is not None:
+            plan = next(each for each in found.planned.steady if settings_text(each) == told.steady.settings)
         several = replayed(plan.but(replicas=plan.replicas * told.would_hold // plan.num_devices), profile, load)
         if not (several.holds(quantile - EDGE) or several.holds(quantile + EDGE)):
             wrong.append(f"{told.would_hold} devices were said to hold it, replayed {several.share:.4f}")

@@ -35,7 +35,7 @@ OF_A_MODEL = tuple(reachable(ModelSpec))
 EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | infeasible; the message names the nearest bound that can be kept |
+| 1 | infeasible; the message names bounds that can be kept |
 | 2 | bad input: a field, its value, and what is accepted |
 | 3 | the machine cannot do it: devices, memory, a port |
 | 4 | internal error; `XGPT_TRACEBACK=1` shows where |

@@ -155,7 +155,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
 
     Raises:
         InputError: an argument is not accepted, or cannot be combined with another argument.
-        InfeasibleError: no schedule keeps the bounds; the error states the nearest bound that can be kept.
+        InfeasibleError: no schedule keeps the bounds; the error states bounds that can be kept.
         MachineError: this machine cannot be measured, or cannot run the plan made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best

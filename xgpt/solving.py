@@ -60,7 +60,7 @@ class Planned:
     Attributes:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
         beside: the best plan of another shape, or None if it was not searched, or there is none.
-        steady: the plan of the highest rate, if another one keeps more of a log that none holds.
+        steady: plans of higher rates, if others keep more of a log that none holds.
         refusal: why no schedule keeps the constraint. The plans are then those that keep most of the load. None: some
             schedule keeps it.
     """
@@ -74,7 +74,7 @@ class Planned:
     fewest: Fewest | None = None
     load: CarriedLoad | None = None
     beside: Plan | None = None
-    steady: Plan | None = None
+    steady: tuple[Plan, ...] = ()
     refusal: InfeasibleError | None = None
 
     @property
@@ -197,8 +197,9 @@ def _planned(
         nearest = resolved.problem.under(asked.but(**error.nearest))
         planned = _found(request, _Resolved(nearest), load, trace, progress, asked)
         # A plan for the nearest bounds may keep those that were asked, too.
-        best = planned.steady or planned.best
-        is_kept = _is_at_any_rate(error) and rate_of(best) > 0
+        beside = () if planned.beside is None else (planned.beside,)
+        rates = map(rate_of, (planned.best, *beside, *planned.steady))
+        is_kept = _is_at_any_rate(error) and max(rates) > 0
         return planned if is_kept else replace(planned, refusal=error)
 
 
@@ -237,14 +238,16 @@ def _found(
         problem = problem.under(asked)
         found = {kind: Found(_judged(one.draft, problem), NOT_SEARCHED) for kind, one in found.items()}
         other = None if other is None else _judged(other, problem)
-    steady: Found | None = None
+    steady = tuple[PlanDraft, ...]()
     if load is not None and resolved.fewest is None:
         found, other, steady = keeping_most(found, other, problem, load)
     paired = trace if load is None or load.log is None else None  # a replay has the log's own pairs of lengths
     plans = _annotate(found, problem, paired, request.api_servers)
-    if other is not None:
-        other = fronted(other.with_estimate(**ranges_of(other, problem.profile)), request.api_servers)
-    beside = None if other is None else other.proven(next(iter(found.values())).ceiling)
+
+    def also(draft: PlanDraft) -> Plan:
+        told = fronted(draft.with_estimate(**ranges_of(draft, problem.profile)), request.api_servers)
+        return told.proven(next(iter(found.values())).ceiling)
+
     return Planned(
         request,
         problem,
@@ -253,8 +256,8 @@ def _found(
         ahead=ahead,
         fewest=resolved.fewest,
         load=load,
-        beside=beside,
-        steady=None if steady is None else steady.estimating(**ranges_of(steady.draft, problem.profile)).plan,
+        beside=None if other is None else also(other),
+        steady=tuple(map(also, steady)),
     )
 
 

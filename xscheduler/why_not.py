@@ -111,12 +111,13 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
         evaluation = space.evaluate(_slowest_points(space))
         over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
-    kept = {name: float(round_up(longer * least * bound)) for name, bound in given.items()}
+    factor = longer * least
+    kept = {name: float(round_up(factor * bound)) for name, bound in given.items()}
     binding = next(iter(given))
-    asked, nearest = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
+    asked, loose = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
-        f"{candidates.problem.cluster.name}; the nearest bounds that can be kept are {nearest}",
+        f"{candidates.problem.cluster.name}; each bound {factor:.3g} times as long can be kept: {loose}",
         binding=binding,
     )
 

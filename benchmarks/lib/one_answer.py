@@ -108,7 +108,7 @@ def _told(text: str, told: Found) -> Iterator[str]:
         "No schedule found on your": not best["at_load"]["holds"] or "nearest" in told,
         f"up to {best['rate_per_s']['value']:.3g} requests/s": "nearest" not in told
         and bool(best["rate_per_s"]["value"]),
-        "at any rate; the nearest bounds that one keeps": "nearest" in told,
+        ", at any rate; ": "nearest" in told,
         f"Your load: {best['at_load']['rate_per_s']:.3g}/s": True,
         "Keep what runs now": told["action"] == "keep",
         "Change to": told["action"] == "change",

@@ -33,7 +33,8 @@ class InfeasibleError(XgptError):
 
     Attributes:
         reason: the message as a sentence without options, or "".
-        nearest: fields of the constraint with the nearest values under which some schedule is found. Empty: not known.
+        nearest: fields of the constraint with values under which some schedule is found: the nearest one of a single
+            field, or all bounds times one factor. Empty: not known.
         answer: what is told all the same, if a load's requests can be replayed: the plans of `xgpt.solve` or
             `xgpt.compare` that keep the bounds for most of them. None otherwise.
         because: an end for the message that says what takes the time, or "".

@@ -27,16 +27,16 @@ LOOSER = (1.5, 2.0, None)
 
 def keeping_most(
     found: dict[str, Found], beside: PlanDraft | None, problem: Problem, load: CarriedLoad
-) -> tuple[dict[str, Found], PlanDraft | None, Found | None]:
-    """Return the schedules with that first which keeps most of a log, the one of another shape that keeps most, and the
-    first one that was given. If it holds the log, or if there is none, the first two are as given, and the last is
-    None.
+) -> tuple[dict[str, Found], PlanDraft | None, tuple[PlanDraft, ...]]:
+    """Return the schedules with that first which keeps most of a log, the one of another shape that keeps most, and
+    those that were given instead of these two. If the first one holds the log, or if there is none, all are as given.
     """
     kind, first = next(iter(found.items()))
     kept = load.kept(first.draft, problem.profile) if problem.constraint.maximises_arrivals else None
     if kept is None or kept.holds(problem.constraint.quantile):
-        return found, beside, None
-    tried = [first.draft, *(() if beside is None else (beside,)), *_for_looser_bounds(first, problem)]
+        return found, beside, ()
+    given = [first.draft, *(() if beside is None else (beside,))]
+    tried = [*given, *_for_looser_bounds(first, problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
     shape = Placement.of(best).degrees, best.replicas
@@ -46,7 +46,8 @@ def keeping_most(
     if best is not first.draft:
         kind = kind if best.policy.kind == first.draft.policy.kind else best.policy.kind
         found = {kind: Found(best, first.ceiling), **{name: one for name, one in found.items() if name != kind}}
-    return found, next(iter(others), None), None if best is first.draft else first
+    other = next(iter(others), None)
+    return found, other, tuple(draft for draft in given if draft is not best and draft is not other)
 
 
 def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.load import Growth, KeptByWindow, LogLoad
-from xgpt.core.schema import Plan, PlanDraft, Profile
+from xgpt.core.schema import Offer, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding.ranges import confidence, paces_of, rate_at
@@ -143,15 +143,28 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
     )
 
 
+def is_better(offer: Offer, than: Offer) -> bool:
+    """Return whether an offer is better than another: it keeps more of a log that the other one does not hold, or else
+    the bounds at a higher rate.
+    """
+    mine, other = offer.at_load, than.at_load
+    if mine is None or other is None or mine.share_kept is None or other.share_kept is None or other.holds:
+        return offer.rate_per_s.value > than.rate_per_s.value
+    return mine.share_kept > other.share_kept
+
+
 class Copies(NamedTuple):
     """Several deployments of a plan that hold a load together, and the probability that they do (None: not known)."""
 
     num_devices: int
     confidence: float | None
 
-    def rank(self, wanted: float) -> tuple[bool, int]:
-        """Return a key that puts fewer devices first, but those last that hold the load less surely than wanted."""
-        return self.confidence is not None and self.confidence < wanted, self.num_devices
+    def rank(self, wanted: float) -> tuple[bool, float, float]:
+        """Return a key that puts fewer devices first, of as many the surest, and last those that hold the load less
+        surely than wanted, of these the surest first.
+        """
+        likely = 1.0 if self.confidence is None else self.confidence
+        return (True, -likely, self.num_devices) if likely < wanted else (False, self.num_devices, -likely)
 
 
 def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Copies | None:

@@ -7,7 +7,7 @@ from math import ceil, inf
 from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
-from xgpt.core.schema import Constraint, Offer, Plan, PlanDraft, Profile, Ranged, Recommendation
+from xgpt.core.schema import Constraint, Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import (
@@ -24,7 +24,7 @@ from xgpt.core.schema.recommendation import (
 from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
-from xgpt.deciding.load import GROWTHS, CarriedLoad, Copies, at_load, enough
+from xgpt.deciding.load import GROWTHS, CarriedLoad, Copies, at_load, enough, is_better
 from xgpt.deciding.phrases import kept_in_words, per_s
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
@@ -67,7 +67,7 @@ def recommend(
     tried: Sequence[tuple[int, Judged]] = (),
     choices: Sequence[ClusterChoice] = (),
     beside: Plan | None = None,
-    steady: Plan | None = None,
+    steady: Sequence[Plan] = (),
     kept: Given | None = None,
     path: str = "plan.json",
     now_path: str | None = None,
@@ -89,7 +89,7 @@ def recommend(
         tried: numbers of devices that were judged for this load, rising.
         choices: clusters that were compared, the cheapest first.
         beside: the best plan of another shape, or None.
-        steady: the plan of the highest rate, if another one keeps more of a log that none holds.
+        steady: plans of higher rates, if others keep more of a log that none holds.
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
         now_port: where the present deployment answers, if not where its command says.
@@ -127,26 +127,28 @@ def recommend(
         why = "of the plans found, it keeps the bounds for most of your requests"
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
     clear = [plan for plan in ranked if is_lost or rate_of(plan) >= LEAST_GAIN * rate_of(best)]
-    more = next((plan for plan in clear if not by_itself(plan) and is_better(plan, best, profile, load)), None)
+    offers = (offered(plan) if is_lost else offer_of(plan, kept, path) for plan in clear if not by_itself(plan))
+    more = next((offer for offer in offers if is_better(offer, first)), None)
     next_best = beside or next((plan for plan in ranked if by_itself(plan)), None)
-    if is_best and next_best is not None and is_better(next_best, best, profile, load):
-        why = "it is the best plan that measurements verify" if unverified(next_best) else why
+    runner_up = None if next_best is None else offered(next_best)
+    if is_best and runner_up is not None and is_better(runner_up, first):
+        why = "it is the best plan that measurements verify" if runner_up.unverified else why
     chosen = present if action == "keep" and present is not None else first
     shown = (now, now_profile) if action == "keep" and now is not None else (best, profile)
-    copies, held = dict[Copied, Copies](), chosen.at_load
+    copies, held = list[tuple[Copied, Plan, Copies]](), chosen.at_load
     is_sure = held is None or (held.holds and (held.confidence is None or held.confidence >= wanted))
     if load is not None and not is_sure:
-        roles: dict[Copied, tuple[Plan | None, Profile]] = {
-            "best": shown,
-            "rejected": (None if chosen is first or is_best else best, profile),
-            "runner_up": (next_best, profile),
-            "steady": (steady, profile),
-        }
-        for role, (plan, of) in roles.items():
+        roles: list[tuple[Copied, Plan | None, Profile]] = [
+            ("best", *shown),
+            ("rejected", None if chosen is first or is_best else best, profile),
+            ("runner_up", next_best, profile),
+            *(("steady", plan, profile) for plan in steady),
+        ]
+        for role, plan, of in roles:
             if plan is not None and (several := enough(plan, of, load, wanted)) is not None:
-                copies[role] = several
-    copied = min(copies, key=lambda role: copies[role].rank(wanted), default=None)
-    if copied is not None and held is not None and held.holds and (copies[copied].confidence or 0.0) < wanted:
+                copies.append((role, plan, several))
+    copied = min(copies, key=lambda each: each[2].rank(wanted), default=None)
+    if copied is not None and held is not None and held.holds and (copied[2].confidence or 0.0) < wanted:
         copied = None
     return Recommendation(
         action=action,
@@ -162,19 +164,19 @@ def recommend(
         nearest=_nearest(best, nearest),
         headroom=shown[0].constraint.headroom,
         why=why,
-        runner_up=None if next_best is None else offered(next_best),
+        runner_up=runner_up,
         runner_up_gain=None
         if next_best is None or now is None
         else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
-        steady=None if steady is None else offered(steady),
-        with_more_work=None if more is None else offered(more) if is_lost else offer_of(more, kept, path),
+        steady=offered(copied[1]) if copied is not None and copied[0] == "steady" else None,
+        with_more_work=more,
         sizes=tuple(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
         ),
-        would_hold=None if copied is None else copies[copied].num_devices,
-        would_hold_confidence=None if copied is None else copies[copied].confidence,
+        would_hold=None if copied is None else copied[2].num_devices,
+        would_hold_confidence=None if copied is None else copied[2].confidence,
         alone_share=load.alone(*shown) if load is not None and not rate_of(best) else None,
-        would_hold_of=copied or "best",
+        would_hold_of="best" if copied is None else copied[0],
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_devices=searched if searched is not None and searched > best.num_devices else None,
@@ -188,17 +190,6 @@ def recommend(
         else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
         warnings=best.estimate.warnings,
     )
-
-
-def is_better(plan: PlanDraft, than: PlanDraft, profile: Profile, load: CarriedLoad | None) -> bool:
-    """Return whether a plan is better than another: it keeps more of a log that the other one does not hold, or else
-    the bounds at a higher rate.
-    """
-    seen = None if load is None else load.kept(than, profile)
-    if load is None or seen is None or seen.holds(than.constraint.quantile):
-        return rate_of(plan) > rate_of(than)
-    kept = load.kept(plan, profile)
-    return kept is not None and kept.share > seen.share
 
 
 def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept, ...]:
@@ -410,10 +401,12 @@ def _growths(plan: Plan, profile: Profile, load: CarriedLoad, confidence: float 
     """Yield the least growth of a log that is found to change what is said of a plan."""
     lost, sure = load.too_much(plan, profile), load.sure_up_to(plan, profile, wanted)
     if confidence is not None and confidence >= wanted and sure is not None and sure < (lost or GROWTHS[-1]):
-        yield f"{max(1.01, ceil(100 * sure) / 100):g} times this load, which it holds less surely than wanted"
+        least = max(1.01, ceil(100 * sure) / 100)
+        yield f"growth to {least:g} times this load: then it is held less surely than wanted"
     elif lost is not None:
         held = max((growth for growth in GROWTHS if growth < lost), default=1.0)
-        yield f"{lost:g} times this load, which it does not hold{f' ({held:g} times it does)' if held > 1 else ''}"
+        still = f" (at {held:g} times it is)" if held > 1 else ""
+        yield f"growth to {lost:g} times this load: then it is not held{still}"
 
 
 def _measurement(

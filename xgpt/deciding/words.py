@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
+from xgpt.deciding.load import is_better
 from xgpt.deciding.phrases import (
     MOST_LINES,
     WIDTH,
@@ -31,8 +32,8 @@ MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
 MOST_CLUSTERS = 3
 """Most compared clusters of which more than the cost is printed. plan.json has all."""
-ALWAYS = 9
-"""Rank of what is never left out."""
+ALWAYS, CEILING = 9, 6
+"""Ranks of what is never left out, and of how near the best plan is to the best possible."""
 
 
 def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LINES, end: str = "") -> list[str]:
@@ -46,6 +47,8 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
     said, fewer = list(_sentences(found, most_clusters=clusters)), False
     while True:
         texts = [text for _, text in said]
+        if CEILING not in (rank for rank, _ in said):
+            texts = [_with_gap(text, found, width) for text in texts]
         if end and texts[-1].endswith(".") and len(wrapped(texts[-1], width)[-1]) + 1 + len(end) <= width:
             texts[-1] += f" {end}"
         elif end:
@@ -77,17 +80,15 @@ def _sentences(
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
         yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
-    would = _would_hold(found)
+    would, lost = _would_hold(found), load is not None and not load.holds
+    more = f"; {_would_hold(found, 'the plan below')}" if would and lost else ""
     if found.nearest:
-        yield ALWAYS, f"{_never_kept(found)}{f'; {would}' if would and load and not load.holds else ''}."
-    elif load is not None and not load.holds:
-        would = f"; {would}" if would else ""
-        yield (
-            ALWAYS,
-            f"No schedule found on your {_devices(best)} holds your load{_where_lost(load, found.bounds)}{would}.",
-        )
+        yield ALWAYS, f"{_never_kept(found)}{more}."
+    elif load is not None and lost:
+        where = _where_lost(load, found.bounds)
+        yield ALWAYS, f"No schedule found on your {_devices(best)} holds your load{where}{more}."
     yield from ((ALWAYS, text) for text in _answer(found, most_commands))
-    spare = f", with {100 * found.headroom:.3g}% to spare," if found.headroom else ""
+    spare = f", with {f'{100 * found.headroom:.3g}%' if found.headroom else 'nothing'} to spare,"
     wanted = min((bound.quantile for bound in found.bounds), default=0.0)
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
@@ -133,20 +134,18 @@ def _sentences(
     if others := clusters[full:]:
         yield ALWAYS, f"Others: {', '.join(_cost(each) for each in others)}."
     if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
-        is_lost = found.limit_gap > FAR or (load is not None and not load.holds)
-        gap = f"Within {100 * found.limit_gap:.1f}% of optimal" if found.limit_gap >= 0.0005 else "Optimal"
-        number = found.limit_devices or best.num_devices
-        where = f" on {'up to ' if found.limit_devices else ''}{number} devices" if number > 1 else ""
+        gap, where = _gap(found), _where_searched(found)
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
         what = "searched" if found.with_more_work is None else "that the engine runs by itself"
         if found.saturated_per_s is None:
             high = best.rate_per_s.high or 0.0  # steps may be faster than predicted, and the ceiling rises with them
             when = " at the predicted step times" if high > found.limit_per_s else ""
             text = f"no schedule {what} exceeds {most:.3g}/s"
-            yield 6, f"N{text[1:]}{where}{when}." if is_lost else f"{gap}{where}: {text}{when}."
+            is_near = found.limit_gap <= FAR and not lost
+            yield CEILING, f"{gap}{where}: {text}{when}." if is_near else f"N{text[1:]}{where}{when}."
         else:
             here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
-            yield 6, f"{gap}{where}: no schedule {what} {here}."
+            yield CEILING, f"{gap}{where}: no schedule {what} {here}."
     if found.with_more_work is not None:
         yield 4, f"With more work: {_in_short(found.with_more_work, best)}{_beside_load(found.with_more_work.at_load)}."
     if found.would_change:
@@ -158,6 +157,31 @@ def _sentences(
         yield 8, f"Warning: {warning}"
 
 
+def _gap(found: Recommendation) -> str:
+    gap = found.limit_gap or 0.0
+    return f"Within {100 * gap:.1f}% of optimal" if gap >= 0.0005 else "Optimal"
+
+
+def _where_searched(found: Recommendation) -> str:
+    number = found.limit_devices or found.best.num_devices
+    return f" on {'up to ' if found.limit_devices else ''}{number} devices" if number > 1 else ""
+
+
+def _with_gap(text: str, found: Recommendation, width: int) -> str:
+    """Return the sentence on what the best plan keeps with how near this is to the best possible, if it is near, and if
+    the sentence takes no further line.
+    """
+    load = found.best.at_load
+    is_known = found.limit_per_s is not None and found.saturated_per_s is None and found.action != "keep"
+    is_near = found.limit_gap is not None and found.limit_gap <= FAR and (load is None or load.holds)
+    if not text.startswith("Keeps ") or not is_known or not is_near:
+        return text
+    of = "" if found.with_more_work is None else " for the engine by itself"
+    where = _where_searched(found) if found.limit_devices else ""
+    longer = f"{text[:-1]}, {_gap(found).lower()}{of}{where}."
+    return longer if len(wrapped(longer, width)) == len(wrapped(text, width)) else text
+
+
 def _never_kept(found: Recommendation) -> str:
     nearest = bounds_in_words(found.nearest).partition(" for ")[0]
     kept = bounds_in_words(found.bounds, found.best.sessions)
@@ -165,23 +189,25 @@ def _never_kept(found: Recommendation) -> str:
     asked = {each.name: each.bound_s for each in found.bounds}
     factors = [each.bound_s / asked[each.name] for each in found.nearest if each.name in asked]
     is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
-    factor = f", each {factors[0]:.3g} times as long" if is_alike else ""
-    return f"{text}; the nearest bounds that one keeps{factor}: {nearest}"
+    if is_alike:  # one alone may be tighter
+        return f"{text}; each bound {factors[0]:.3g} times as long can be kept: {nearest}"
+    return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} that one keeps: {nearest}"
 
 
 def _devices(offer: Offer) -> str:
     return f"{offer.num_devices} device{'s' if offer.num_devices > 1 else ''}"
 
 
-def _would_hold(found: Recommendation) -> str:
+def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     """Return how many devices would hold the load as surely as wanted, or ""."""
     offers = {"best": found.best, "rejected": found.rejected, "runner_up": found.runner_up, "steady": found.steady}
     of = offers[found.would_hold_of]
     if not found.would_hold or of is None:
         return ""
-    name = "this plan" if found.action != "keep" else "what runs now" if of is found.best else "the best plan"
+    name = this if found.action != "keep" else "what runs now" if of is found.best else "the best plan"
     name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up else name
-    name = f"{of.name} ({of.settings})" if of is found.steady else name
+    scheduler = ", with xgpt's scheduler" if of.needs_xgpt else ""
+    name = f"{of.name} ({of.settings}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
     copies = f"{found.would_hold // of.num_devices} copies of {name}{_not_verified(of.unverified)}"
     return f"{found.would_hold} would{sure}, as {copies}"
@@ -272,18 +298,11 @@ def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, 
         yield 5, f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
-def _keeps_more(offer: Offer, than: Offer) -> bool:
-    mine, other = offer.at_load, than.at_load
-    if mine is None or other is None or mine.share_kept is None or other.share_kept is None or other.holds:
-        return offer.rate_per_s.value > than.rate_per_s.value
-    return mine.share_kept > other.share_kept
-
-
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start, first = "Next best", found.rejected or found.best
     if first.unverified and not offer.unverified:
         now = found.now
-        is_second = now is not None and not now.unverified and not _keeps_more(offer, now)
+        is_second = now is not None and not now.unverified and not is_better(offer, now)
         start = f"Best {'other ' if is_second else ''}that measurements verify"
     elif offer.unverified and not first.unverified:
         is_higher = offer.rate_per_s.value > first.rate_per_s.value

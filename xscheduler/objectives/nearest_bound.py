@@ -25,7 +25,9 @@ Keeps = Callable[[Constraint], bool]
 def never_kept(
     scheduler: Scheduler, kinds: Sequence[str], keeps: Keeps, progress: Progress | None = None
 ) -> InfeasibleError:
-    """If a single bound is the cause, the error names the nearest value of this bound only."""
+    """If a single bound is the cause, the error names the nearest value of this bound. Otherwise it names all bounds
+    times the smallest factor with which they can be kept; one alone may then be tighter.
+    """
     constraint = scheduler.problem.constraint
     given = constraint.bounds.given
     binding, base, reason = next(iter(given)), 1.0, ""
@@ -47,14 +49,16 @@ def never_kept(
     nearest = found.bounds
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
-    can_be = "bounds that can be kept together are" if len(nearest) > 1 else "bound that can be kept is"
+    can_be = "the nearest bound that can be kept is"
+    if len(nearest) > 1:
+        can_be = f"each bound {nearest[binding] / given[binding]:.3g} times as long can be kept:"
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     refusal = InfeasibleError(
-        f"{binding}: {where}, at any arrival rate; the nearest {can_be} {kept}{reason}",
+        f"{binding}: {where}, at any arrival rate; {can_be} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
-        reason=f"no schedule keeps the bounds at any rate; the nearest {can_be} {_said(nearest)}",
+        reason=f"no schedule keeps the bounds at any rate; {can_be} {_said(nearest)}",
     )
     refusal.nearest = dict(nearest)
     return refusal

@@ -188,9 +188,41 @@ def test_bounds_that_are_loosened_together_are_said_to_be(small: Recommendation)
     )
     loose = tuple(each.but(bound_s=10.6 * each.bound_s) for each in asked)
     text = " ".join(" ".join(lines(small.but(bounds=asked, nearest=loose), most=None)).split())
-    assert (
-        "the nearest bounds that one keeps, each 10.6 times as long: TTFT within 212 ms and TPOT within 31.8 ms" in text
-    )
+    assert "; each bound 10.6 times as long can be kept: TTFT within 212 ms and TPOT within 31.8 ms." in text
+    assert "nearest" not in text
+    alone = (loose[0], asked[1])
+    text = " ".join(" ".join(lines(small.but(bounds=asked, nearest=alone), most=None)).split())
+    assert "; the nearest bounds that one keeps: TTFT within 212 ms and TPOT within 3 ms." in text
+
+
+def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
+    """An answer offered copies of "this plan" before it named any, and did not say that they need xgpt's scheduler."""
+    lost = small.best.but(at_load=AtLoad(rate_per_s=99, num_requests=10**6, share_kept=0.4, holds=False))
+    found = small.but(best=lost, would_hold=2, would_hold_confidence=0.91)
+    text = " ".join(" ".join(lines(found, most=None)).split())
+    assert "; 2 would in 9 of 10 cases, as 2 copies of the plan below. Run" in text
+    orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
+    text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
+    assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
+
+
+def test_bounds_that_are_kept_without_spare_are_said_to_be(small: Recommendation) -> None:
+    """Bounds that no plan keeps with 12% to spare had a rate, as if it were one with the usual spare."""
+    text = " ".join(lines(small.but(headroom=0.0), 1000))
+    assert "for 99% of requests, with nothing to spare, up to" in text
+
+
+def test_how_near_the_best_possible_a_plan_is_stands_where_it_takes_no_line(small: Recommendation) -> None:
+    """Answers of fourteen lines had no word on it, though the documentation promises it."""
+    long = {"limit_per_s": 10.0, "limit_gap": 0.2, "warnings": ("a warning. " * 60,)}
+    found = small.but(best=small.best.but(simulated_s=None), **long)
+    assert "Within 20.0% of optimal" in " ".join(lines(found, most=None)), "a line of its own, where there is room"
+    short = lines(found, most=13)
+    text = " ".join(" ".join(short).split())
+    assert re.search(r"Keeps latency within 8 s .* up to \S+ requests/s \(likely .*\), within 20.0% of optimal\.", text)
+    assert "Within" not in text and max(map(len, short)) <= 80
+    for worse in ({"limit_gap": 3.0}, {"limit_per_s": None}, {"saturated_per_s": 9.0}):
+        assert "of optimal." not in " ".join(" ".join(lines(found.but(**worse), most=1)).split())
 
 
 def test_a_known_cost_is_said_with_what_to_run(small: Recommendation) -> None:

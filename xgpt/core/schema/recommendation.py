@@ -183,7 +183,9 @@ class Recommendation(Frozen):
     bounds: tuple[BoundKept, ...] = ()
     """The user's bounds with the margins of the recommended candidate. Empty means that there are none."""
     nearest: tuple[BoundKept, ...] = Field(default=(), exclude_if=lambda found: not found)
-    """If no schedule keeps the bounds at any rate: the nearest ones that a schedule keeps, all together."""
+    """If no schedule keeps the bounds at any rate: bounds that a schedule keeps. If a single bound is the cause, it has
+    the nearest value that is kept; otherwise all are the given ones times one factor, and one alone may be tighter.
+    """
     headroom: float = 0.0
     """Share of the bounds that `rate_per_s` leaves to spare: at this rate, times may be longer by so much."""
     best: Offer
@@ -204,7 +206,7 @@ class Recommendation(Frozen):
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
     steady: Offer | None = Field(default=None, exclude_if=lambda found: found is None)
-    """The candidate of the highest rate, if no candidate holds the log, and another one keeps more of it."""
+    """The candidate of which `would_hold` counts copies, if it is none of the others: one of a higher rate."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
@@ -221,7 +223,7 @@ class Recommendation(Frozen):
     number of devices. None: not known.
     """
     would_hold_of: Copied = "best"
-    """Of which candidate `would_hold` counts copies: of the one that takes fewest devices."""
+    """Of which candidate `would_hold` counts copies: of the one that takes fewest devices, of several the surest."""
     clusters: tuple[OfferedCluster, ...] = ()
     """The clusters that were compared, the cheapest first."""
     limit_per_s: float | None = None

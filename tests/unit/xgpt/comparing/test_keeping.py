@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
+from xgpt.deciding import keeping
 from xgpt.deciding.keeping import keeping_most, share_kept
-from xgpt.deciding.load import carried
+from xgpt.deciding.load import Copies, carried
 from xgpt.deciding.recommend import by_itself
 from xgpt.deciding.sizing import verified_first
 from xgpt.problems import resolve
@@ -43,8 +45,34 @@ def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp
     first = replace(first, draft=first.draft.but(pinned=Pinned(policy="auto")))
     found, _, steady = keeping_most({"orca": first}, None, problem, load)
     kind, best = next(iter(found.items()))
-    assert kind == "chunked" and by_itself(best.plan) and steady is first
+    assert kind == "chunked" and by_itself(best.plan) and steady == (first.draft,)
     assert share_kept(best.draft, problem, load) > share_kept(first.draft, problem, load)
+
+
+def test_a_plan_of_a_higher_rate_remains_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At twice the load the answer offered two copies of a plan for looser bounds. The verified plan of the highest
+    rate, of which two copies are surer, has its shape, and was forgotten.
+    """
+    problem = resolve(plan_request(model="opt-13b", cluster="a40x4", ttft_s=2.0, latency_bound_s=None))
+    first = next(iter(found_each(problem, "orca").values()))
+    beside = first.draft.but(replicas=1 if first.draft.replicas > 1 else 2)
+    loose = beside.but(admission=beside.admission.but(patience=9.0))
+    shares = {id(first.draft): 0.4, id(beside): 0.5, id(loose): 0.6}
+    monkeypatch.setattr(keeping, "_for_looser_bounds", lambda *_: [loose])
+    monkeypatch.setattr(keeping, "share_kept", lambda draft, *_: shares[id(draft)])
+
+    class Load:
+        kept = staticmethod(lambda *_: KeptByWindow(share=0.4))
+
+    found, other, steady = keeping_most({"orca": first}, beside, problem, Load())  # type: ignore[arg-type]
+    assert next(iter(found.values())).draft is loose and other is first.draft and steady == (beside,)
+
+
+def test_of_as_many_devices_the_surest_copies_are_offered() -> None:
+    sure, surer, more, unsure = Copies(16, 0.9), Copies(16, 0.95), Copies(24, 0.99), Copies(8, 0.7)
+    assert sorted([sure, unsure, more, surer], key=lambda copies: copies.rank(0.9)) == [surer, sure, more, unsure]
+    assert min([Copies(8, 0.5), unsure, Copies(32, 0.8)], key=lambda copies: copies.rank(0.9)).confidence == 0.8
+    assert min([Copies(8, None), surer], key=lambda copies: copies.rank(0.9)).num_devices == 8
 
 
 def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:

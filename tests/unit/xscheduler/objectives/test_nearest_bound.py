@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from xgpt.core.schema import Constraint
-from xscheduler.objectives.nearest_bound import _nearest
+from xscheduler.objectives.nearest_bound import _nearest, never_kept
 
 
 @pytest.mark.parametrize("least_s", [0.9083, 0.91, 7.3])
@@ -27,3 +29,20 @@ def test_bounds_that_break_together_are_loosened_together() -> None:
     found = _nearest(Constraint(), {"ttft_s": 0.4, "tpot_s": 0.01}, 1.0, keeps, None)
     assert found is not None and found.bounds["tpot_s"] == pytest.approx(0.02, rel=0.011)
     assert found.bounds["ttft_s"] / 0.4 == pytest.approx(found.bounds["tpot_s"] / 0.01, rel=1e-3)
+
+
+def test_bounds_that_are_loosened_together_are_not_called_the_nearest() -> None:
+    """Both were "the nearest bounds that can be kept together", although one of them could be a third tighter."""
+    constraint = Constraint(ttft_s=0.4, tpot_s=0.01)
+    problem = SimpleNamespace(constraint=constraint, cluster=SimpleNamespace(name="h100x8"))
+    scheduler = SimpleNamespace(problem=problem, found=lambda _: None)
+
+    def keeps(tried: Constraint) -> bool:
+        return (tried.ttft_s or 9) >= 0.5 and (tried.tpot_s or 9) >= 0.02
+
+    refusal = never_kept(scheduler, ["chunked"], keeps)  # type: ignore[arg-type]
+    said = "at any arrival rate; each bound 2.01 times as long can be kept: `ttft_s=0.80"
+    assert said in str(refusal) and "nearest" not in str(refusal) + refusal.reason
+    assert refusal.nearest_bound_s is None and refusal.nearest["tpot_s"] == pytest.approx(0.02, rel=0.011)
+    alone = never_kept(scheduler, ["chunked"], lambda tried: (tried.ttft_s or 9) >= 0.5)  # type: ignore[arg-type]
+    assert "the nearest bound that can be kept is `ttft_s=0.50" in str(alone)

@@ -106,9 +106,9 @@ def test_a_log_is_judged_by_its_replay_not_by_the_rate_of_its_busiest_window(tmp
     factor = load.too_much(found.plan, OF.profile)
     sure = load.sure_up_to(found.plan, OF.profile, 0.9)
     assert factor is not None and sure is not None and sure < factor
-    assert re.fullmatch(r"1\.\d+ times this load, which it holds less surely than wanted", told.would_change[0]), (
-        "not a rate of even arrivals, and not the growth at which it breaks: the answer changes before"
-    )
+    assert re.fullmatch(
+        r"growth to 1\.\d+ times this load: then it is held less surely than wanted", told.would_change[0]
+    ), "not a rate of even arrivals, and not the growth at which it breaks: the answer changes before"
     more = carried(LogLoad.of("log", read_lengths(path), Growth(rate=factor)), None)
     assert more is not None and not at_load(found.plan, OF.profile, more).holds
 
