@@ -11,6 +11,13 @@ from xgpt.core.errors import InputError, cut
 from xgpt.core.io import configs_dir, load_yaml
 from xgpt.core.schema.plan import HUB, is_hub_id
 
+GATED = ("meta-llama/", "google/gemma-2", "google/gemma-3", "google/gemma-7b", "mistralai/Mistral-Large-")
+"""How ids of models begin whose files the hub gives only to accounts that have accepted their terms."""
+
+
+def is_gated(model_id: str) -> bool:
+    return model_id.startswith(GATED)
+
 
 def is_id(name: str) -> bool:
     return is_hub_id(name) and not name.endswith((".yaml", ".yml"))

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from xgpt.checkpoints import hub
 from xgpt.core.documents import LOADER
 from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir, dump_json, load_yaml
@@ -171,8 +172,14 @@ def _needs(all_: Sequence[EngineReplicas], target: Target) -> list[Need]:
             found.append(Need("API_KEY", ["sh", "-c", 'test -n "$API_KEY"'], set_it))
         if all_[0].scheduler == "xgpt":
             found.append(Need("file key", ["test", "-s", "key"], "openssl rand -hex 32 > key"))
+        if gated := _gated(all_[0]):
+            set_it = f"export HF_TOKEN=TOKEN  # of an account that may read {gated}"
+            found.append(Need("HF_TOKEN", ["sh", "-c", 'test -n "$HF_TOKEN"'], set_it))
         return found
     for r in all_:
+        if gated := _gated(r):
+            create = f"kubectl create secret generic {r.name}-hub --from-literal=token=TOKEN"
+            found.append(_in_cluster("secret", f"{r.name}-hub", f"{create}  # of an account that may read {gated}"))
         if r.keyed:
             found.append(_in_cluster("secret", f"{r.name}-keys", SECRET.format(f"{r.name}-keys", "key")))
         if r.group.nodes > 1 and r.scheduler == "xgpt" and r.framework == "xgpt":
@@ -188,6 +195,11 @@ def _needs(all_: Sequence[EngineReplicas], target: Target) -> list[Need]:
     if target == "dynamo":
         found.append(_in_cluster("crd", "dynamographdeployments.nvidia.com", "# install Dynamo's operator"))
     return found
+
+
+def _gated(r: EngineReplicas) -> str:
+    """Return the models that the hub gives only to accounts that have accepted their terms, in words, or ""."""
+    return " and ".join(filter(hub.is_gated, r.downloads))
 
 
 def _in_cluster(kind: str, name: str, remedy: str) -> Need:

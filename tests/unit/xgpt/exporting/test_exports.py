@@ -301,6 +301,18 @@ def test_several_nodes_of_our_own_engine_are_a_ray_cluster_on_an_image_with_ray(
     assert {"from": pods} in policy["ingress"] and {"to": pods} in policy["egress"]
 
 
+@pytest.mark.parametrize("target", few(["compose", "k8s"], 2))
+def test_the_token_of_a_gated_model_is_a_step(target: Target) -> None:
+    """Compose takes HF_TOKEN with an empty default, and no step named it."""
+    gated = by_itself().model_copy(update={"checkpoint": "hf://meta-llama/Llama-3.3-70B-Instruct"})
+    steps = [need.remedy for need in xgpt.export(gated, target).needs if "TOKEN" in need.remedy]
+    (step,) = steps
+    name = "export HF_TOKEN=" if target == "compose" else r"generic xgpt-[a-z0-9-]+-hub --from-literal=token="
+    assert re.search(name, step) and step.endswith("of an account that may read meta-llama/Llama-3.3-70B-Instruct")
+    free = gated.model_copy(update={"checkpoint": "hf://Qwen/Qwen3-32B"})
+    assert not [need for need in xgpt.export(free, target).needs if "TOKEN" in need.remedy]
+
+
 @pytest.mark.parametrize("target", ["dynamo", "llm-d"])
 @pytest.mark.parametrize("plan", [WAA, GROUPS], ids=["waa", "prefill groups"])
 def test_lanes_become_prefill_and_decode_workers_of_the_plans_sizes(plan: Plan, target: Target) -> None:
