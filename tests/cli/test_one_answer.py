@@ -53,6 +53,22 @@ def test_where_nothing_holds_a_log_all_commands_name_the_plan_that_keeps_most_of
     assert "127.0.0.1:31000 --plan current.json" in told["measurement"]["command"]
 
 
+def test_one_deployment_has_one_rate_under_another_log(run: Run) -> None:
+    """`xgpt compare` said 7.32 requests/s where `xgpt replan` said 7.3: their searches began at different rates."""
+    write_log(4.0, 300)
+    planned = run(
+        "plan", *ASKED, "--model", MODEL, "--engine", "vllm", "--policy", "chunked", "-o", "plan.json", "--json"
+    )
+    (process,) = json.loads(planned)["recommendation"]["best"]["processes"]
+    write_log(5.0, 400)
+    asked = (*ASKED, "--current", process["command"])
+    told, again = (
+        json.loads(run(*arguments, "--json"))["recommendation"]["now"]
+        for arguments in (("compare", *asked), ("replan", "plan.json", "--lengths", "log.csv"))
+    )
+    assert again["rate_per_s"] == told["rate_per_s"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("bounds", [("--tpot", "4ms"), ("--ttft", "60ms", "--tpot", "8ms")])
 def test_where_nothing_keeps_the_bounds_all_commands_say_what_keeps_most_of_a_log(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from xgpt.comparing.assumptions import ranges
@@ -15,6 +16,7 @@ from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.solving import plan_again
 from xprofiler.analytic import as_searched
 from xscheduler.found import Found
+from xscheduler.objectives.capacities import predicted_rate
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import SWAPPABLE, Verdict, loading_s
@@ -50,12 +52,13 @@ def _replayed(
     started, slowdown = time.perf_counter(), plan.profile.slowdown
     observation = observe_log(plan, load.log)
     situation = Situation.of(plan, profile, observation, slowdown)
-    judge = ArrivalsJudge(situation, terms)
     planned = plan_again(plan, _problem(situation, load.log), load)
-    problem = planned.problem
+    problem, runs_at, first_per_s = planned.problem, profile.slowed(slowdown), None
+    with suppress(InfeasibleError):  # as `xgpt compare` begins
+        first_per_s = predicted_rate(situation.plan.but(workload=situation.lengths), runs_at)
+    judge = ArrivalsJudge(situation, terms, first_per_s)
     now, best = judge.judged.proven(plan.ceiling), planned.best
     trace, kind = load.log.requests, next(iter(planned.plans))
-    runs_at = profile.slowed(slowdown)
     gains = ranges({kind: best}, problem.profile, now, runs_at, trace) if rate_of(now) > 0 else {}
     told = planned.recommend(
         now=now, now_profile=runs_at, gains=gains, path=path, now_path=now_path, least_gain=1 + terms.least_gain

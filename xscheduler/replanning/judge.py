@@ -216,10 +216,14 @@ class ArrivalsJudge(Judge):
     The running plan breaks its bounds if requests arrive at more than its highest rate. `careful` is not needed even if
     few requests were observed. The times include waiting, so they depend on the mean length as much as on the longest.
     So a higher quantile of lengths would not show how uncertain the times are.
+
+    Attributes:
+        first_per_s: the rate with which the search for the running plan's rate begins, on which its last digit depends.
     """
 
     situation: Situation
     terms: Terms
+    first_per_s: float | None = None
 
     @cached_property
     def running(self) -> Outcome:
@@ -231,7 +235,7 @@ class ArrivalsJudge(Judge):
         """The running plan with its figures for the observed lengths."""
         if self.situation.is_as_planned and self.plan.estimate.capacity is not None:
             return self.plan
-        return with_capacity(self._reestimated, self.situation.profile, edges=False)
+        return with_capacity(self._reestimated, self.situation.profile, self.first_per_s, edges=False)
 
     @cached_property
     def _predicted(self) -> Outcome:
