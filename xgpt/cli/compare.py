@@ -54,8 +54,9 @@ def _how_to_write(found: Compared) -> str:
 
 
 def _explain(found: Compared) -> None:
-    parts = [*summary(found.planned), *found.notes, *found.answer]
+    parts = [*summary(found.planned)]
     if found.current is not None:
+        parts += ["what runs now:", *(f"  {said}" for said in (*found.notes, *found.answer))]
         parts.append(render.plans_table({"current": found.current}, "the current deployment"))
     if found.ranges:
         parts.append(render.assumptions_table(found.ranges))

@@ -82,6 +82,7 @@ def summary(planned: Planned) -> Iterator[object]:
         yield why
     if problem.cluster.num_devices > 1:
         yield f"placement: {plan_text.placement_in_words(best)}"
+    yield from _memory(planned)
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
     yield from plan_text.order_in_words(best)
@@ -97,6 +98,18 @@ def summary(planned: Planned) -> Iterator[object]:
     elif best.seeded_weights:
         name = hub.id_of_shipped(best.model.name) or "DIRECTORY or --model ORGANISATION/NAME"
         yield f"weights: the plan names no checkpoint; to export it, plan with --model {name}"
+
+
+def _memory(planned: Planned) -> list[str]:
+    """Return what vLLM logs of K/V memory when the command of the best plan starts it."""
+    from xgpt.comparing.launched import read_current
+    from xgpt.comparing.scoring import memory_note
+
+    told, problem, engine = planned.recommendation, planned.problem, planned.best.engine
+    offer, on_gpu = told.rejected or told.best, planned.best.cluster.device.type == "gpu"
+    if engine is None or engine.framework != "vllm" or offer.needs_xgpt or not on_gpu:
+        return []
+    return memory_note(problem, read_current(offer.processes[0].command, problem.cluster))
 
 
 SHORT_S = 120

@@ -83,8 +83,14 @@ class Compared:
 
     @property
     def highest(self) -> Plan:
-        """The plan of the highest rate under the given bounds, on the devices of the best plan."""
-        return max(self.plans.values(), key=rate_of)
+        """The plan of the highest rate under the given bounds, on at most the devices of the best plan. As under looser
+        bounds, measurements need not verify it.
+        """
+        planned, best = self.planned, self.best
+        beside = () if planned.beside is None else (planned.beside,)
+        found = (*self.plans.values(), *beside, *planned.steady)
+        here = (plan for plan in found if plan.cluster == best.cluster and plan.num_devices <= best.num_devices)
+        return max(here, key=rate_of)
 
     @cached_property
     def relaxed(self) -> dict[float | None, Plan]:

@@ -152,8 +152,8 @@ def memory_note(problem: Problem, current: CurrentEngine) -> list[str]:
     if current.shortens:
         context = min(context, int(found.holds))
     assert found.engine is not None
-    logged = found.logged_tokens(context)
-    return [f'K/V memory: {found.engine.name} should log "GPU KV cache size: {logged:,} tokens" when it starts']
+    logged, each = found.logged_tokens(context), " in each replica" if current.replicas > 1 else ""
+    return [f'K/V memory: {found.engine.name} should log "GPU KV cache size: {logged:,} tokens"{each} when it starts']
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:

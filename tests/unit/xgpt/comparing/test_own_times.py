@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +104,33 @@ def test_the_answer_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert end.value.code == 0 and Plan.model_validate_json((tmp_path / "current.json").read_text())
     shown = capsys.readouterr().out
     assert "Keep what runs now" in shown and f"--plan {tmp_path / 'current.json'}" in " ".join(shown.split())
+
+
+def test_what_is_said_of_what_runs_now_is_not_said_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """A default of the command and the K/V memory of what runs stood among the lines on the proposed plan."""
+    asked = ["compare", "--cluster", "h100x1", "--objective", "saturated", "--latency-bound", "9"]
+    with pytest.raises(SystemExit) as end:
+        main([*asked, "--workload", "orca", "--explain", "--current", f"{CURRENT} --gpu-memory-utilization 0.8"])
+    assert end.value.code == 0
+    of_plan, runs, of_now = capsys.readouterr().out.partition("what runs now:\n")
+    logged = re.compile(r'K/V memory: vllm-[\d.]+ should log "GPU KV cache size: ([\d,]+) tokens" when it starts')
+    (plans,), (now,) = (map(str, logged.findall(" ".join(part.split()))) for part in (of_plan, of_now))
+    assert int(plans.replace(",", "")) > 1.2 * int(now.replace(",", "")), "0.92 against 0.8 of the memory"
+    assert runs and "vLLM's default on this device" in of_now and "vLLM's default" not in of_plan
+
+
+def test_gains_from_looser_bounds_are_of_the_same_kinds_of_plans() -> None:
+    """The first row left out pipelines, the second had one: of 24% gain, 14 points were the pipeline's."""
+
+    def of(number: int, rate: float, cluster: str = "h100x8") -> SimpleNamespace:
+        return SimpleNamespace(num_devices=number, rate=rate, cluster=cluster)
+
+    best, pipeline = of(8, 11.6), of(8, 13.1)
+    others = {"beside": pipeline, "steady": (of(8, 10.1), of(16, 20.0), of(4, 30.0, "b200x8"))}
+    planned = SimpleNamespace(plans={"chunked": best}, best=best, **others)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xgpt.comparing.compare.rate_of", lambda plan: plan.rate)
+        assert Compared(planned).highest is pipeline  # type: ignore[arg-type]
 
 
 def test_a_current_deployment_without_a_model_or_on_too_few_devices_is_named() -> None:
