@@ -31,6 +31,8 @@ def draft_of(
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
     most = int(space.capacity) if space.kv == "quantile" else None
+    if most is not None and (engine_slots(settings) or 0) > most:  # the engine does not know it
+        most = None
     if limits.memory.request_blocks:  # each request has a state whose size does not depend on its length
         most = _slots(space, values)
     return PlanDraft(

@@ -11,6 +11,7 @@ from tests.rings import few
 from xgpt import api
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Capacity, Ceiling, Workload
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
 from xgpt.requests import plan_request
@@ -140,3 +141,16 @@ def test_a_plan_whose_rate_does_not_last_is_left_out(monkeypatch):
     assert list(plans) == ["orca"] and plans["orca"].search.gap is not None
     unproven = plans["orca"].with_estimate(capacity=nothing).proven(Ceiling(5.0, "a bound"))
     assert unproven.search.gap is None and "no rate" in unproven.search.bound
+
+
+def test_a_fixed_limit_on_running_requests_may_exceed_what_memory_holds():
+    """What ran was refused ("fits in memory with max_batch=199") for a log whose requests never reach this limit."""
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-code", "engine": "vllm", "ttft_s": 4}
+    fixed = {"tp": 4, "replicas": 2, "token_budget": 608}
+    free, held = (
+        api.solve(**asked, latency_bound_s=None, quantile=0.9, fix=fix, policy="chunked").best
+        for fix in (fixed, {**fixed, "max_batch": 400})
+    )
+    assert free.policy.max_batch <= (free.admission.max_running or 0) < 400 == held.policy.max_batch
+    assert held.admission.max_running is None, "the engine knows no other limit"
+    assert rate_of(held) == pytest.approx(rate_of(free), rel=0.05)
