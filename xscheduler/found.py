@@ -20,6 +20,7 @@ class Found:
             it was simulated, or if its objective is no rate.
         beside: returns the best schedule of the same policy on a placement of another shape than a draft's or, if the
             draft has several stages, on undivided replicas. None means that the search keeps none.
+        shapes: returns the best schedule on each of a few such placements.
     """
 
     draft: PlanDraft
@@ -27,10 +28,15 @@ class Found:
     rival: str | None = None
     closed_rate: float | None = None
     beside: Callable[[PlanDraft], PlanDraft | None] | None = field(default=None, compare=False, repr=False)
+    shapes: Callable[[PlanDraft], list[PlanDraft]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def at_side(self) -> PlanDraft | None:
         return None if self.beside is None else self.beside(self.draft)
+
+    @property
+    def other_shapes(self) -> list[PlanDraft]:
+        return [] if self.shapes is None else self.shapes(self.draft)
 
     @property
     def plan(self) -> Plan:

@@ -36,7 +36,9 @@ def keeping_most(
     if kept is None or kept.holds(problem.constraint.quantile):
         return found, beside, ()
     given = [first.draft, *(() if beside is None else (beside,))]
-    tried = [*given, *_for_looser_bounds(first, problem)]
+    pinned = first.draft.pinned
+    shapes = [draft.but(pinned=pinned) for draft in first.other_shapes]  # that of the highest rate may keep least
+    tried = [*given, *shapes, *_for_looser_bounds(first, problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
     shape = Placement.of(best).degrees, best.replicas
@@ -66,6 +68,7 @@ def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:
     constraint = problem.constraint.but(arrival_rate_per_s=None)
     for factor in LOOSER:
         with suppress(InfeasibleError):
-            found = next(iter(found_each(problem.under(constraint.looser(factor)), kind).values())).draft
+            loose = problem.under(constraint.looser(factor))
+            found = next(iter(found_each(loose, kind, proves=False).values())).draft
             found = found.but(constraint=draft.constraint, pinned=pinned).with_estimate(capacity=None)
             yield rated(found, problem.profile)

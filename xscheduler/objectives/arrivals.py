@@ -46,6 +46,7 @@ CLOSED_FORMS = Ceiling(None, "none: arrival rates along load curves come from cl
 MOST_MOVES = 40
 ENDED_EARLY = f"the search ended after {MOST_PREDICTIONS:,} predictions; with more, the bound may be tighter"
 SAMPLED = "none: sampled settings prove no bound"
+NOT_PROVEN = "none: no proof was asked for"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
 
@@ -60,9 +61,10 @@ class Arrivals(Objective[PlanDraft]):
         *,
         only_best: bool = False,
         explains: bool = True,
+        proves: bool = True,
     ) -> None:
         super().__init__(scheduler, finish, progress)
-        self._only_best, self._explains = only_best, explains
+        self._only_best, self._explains, self._proves = only_best, explains, proves
         self._seconds: dict[str, float] = {}
         self._rated: dict[Space, Rated | None] = {}
         self._finished: dict[tuple[object, ...], PlanDraft] = {}
@@ -126,10 +128,10 @@ class Arrivals(Objective[PlanDraft]):
         rate, asked = best.lasting.rate, self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
             raise rate_not_kept(self.scheduler, tuple(ranked), rate)
-        if not self._sampled:
+        if self._proves and not self._sampled:
             self._ended_early = not self._branches.tighten()
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        if not self._only_best:
+        if self._proves and not self._only_best:
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
             capacities[kind] = capacities[kind].but(error=error)
             if not self._sampled:
@@ -145,7 +147,7 @@ class Arrivals(Objective[PlanDraft]):
         best = next(iter(ordered))
         spaces = {kind: self.scheduler.space_of(plan) for kind, plan in ordered.items()}
         breach = {
-            kind: self._branches.breach(spaces[kind], plan, rate_of(plan), waits=kind == best)
+            kind: self._branches.breach(spaces[kind], plan, rate_of(plan), waits=kind == best) if self._proves else 0.0
             for kind, plan in ordered.items()
         }
         return {
@@ -153,19 +155,30 @@ class Arrivals(Objective[PlanDraft]):
                 *self._certified(plan, kind, breach[kind], best=kind == best),
                 _rival(ordered) if kind == best else None,
                 beside=None if self._only_best else partial(self._beside, kind),
+                shapes=None if self._only_best else partial(self._shapes, kind),
             )
             for kind, plan in ordered.items()
             if rate_of(plan) >= asked
         }
 
     def _beside(self, kind: str, plan: PlanDraft) -> PlanDraft | None:
+        return self._best_nearest(self._of_other_shapes(kind, plan))
+
+    def _shapes(self, kind: str, plan: PlanDraft) -> list[PlanDraft]:
+        each = (self._best_nearest([pair]) for pair in self._of_other_shapes(kind, plan))
+        return [draft for draft in each if draft is not None]
+
+    def _of_other_shapes(self, kind: str, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
         own = Placement.of(plan).degrees
         spaces = [
             self._in_engine(space)
             for space in self.scheduler.candidates.spaces(kind)
             if (len(space.placement.degrees) == 1 if len(own) > 1 else space.placement.degrees != own)
         ]
-        best = self._best_of(self._ranked(spaces, kind, MOST_TRIED), None)
+        return self._ranked(spaces, kind, MOST_TRIED)
+
+    def _best_nearest(self, ranked: list[tuple[PlanDraft, float]]) -> PlanDraft | None:
+        best = self._best_of(ranked, None)
         if best is None or not best.rate:
             return None
         best = self._best_nearby(best)
@@ -183,8 +196,8 @@ class Arrivals(Objective[PlanDraft]):
             seconds=round(self._seconds[kind], 4),
         )
         ended = f"; {ENDED_EARLY}" if self._ended_early else ""
-        if self._sampled:
-            ceiling = Ceiling(None, SAMPLED)
+        if self._sampled or not self._proves:
+            ceiling = Ceiling(None, SAMPLED if self._sampled else NOT_PROVEN)
         elif "throughput_rps" in plan.estimate.simulated:
             ceiling = Ceiling(None, TOGETHER)
         elif breach > TOLERANCES.noise:

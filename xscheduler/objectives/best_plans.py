@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
@@ -45,10 +46,13 @@ def found_each(
     search: SearchMethod = "branch-and-bound",
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
+    *,
+    proves: bool = True,
 ) -> dict[str, Found]:
     """Return each policy's best schedule with what is proven about the question, the best of all first.
 
     Args:
+        proves: whether arrival rates get a proof, which may take longer than the search.
         order: order of admission. None means fcfs or, where it keeps a higher rate, in-time (see `_with_in_time`), and
             the order that tuning finds. A vLLM plan uses xgpt's scheduler class if it has another order or a tuned
             policy.
@@ -76,9 +80,10 @@ def found_each(
     if policy in TUNED and problem.constraint.maximises_arrivals:  # `auto` includes no tuned policy: tuning is slow
         plans = TunedArrivals(by, finish, progress, policy, order).settle(kinds)
     else:
-        plans = _distinct(_own_searched(by, best_of_each(by, kinds, finish, progress), kinds, finish))
+        find = partial(best_of_each, by, finish=finish, proves=proves)
+        plans = _distinct(_own_searched(by, find(kinds, progress=progress), kinds, find))
         if order is None:
-            plans = _with_in_time(by, plans, progress)
+            plans = _with_in_time(by, plans, progress, proves=proves)
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
     return {kind: replace(found, draft=found.draft.but(pinned=pinned)) for kind, found in plans.items()}
 
@@ -91,6 +96,7 @@ def best_of_each(
     *,
     is_closed: bool = False,
     only_best: bool = False,
+    proves: bool = True,
 ) -> dict[str, Found]:
     """Return the best schedule of each policy by the problem's objective, the best of all first.
 
@@ -113,12 +119,12 @@ def best_of_each(
             raise never_kept_closed(by, kinds)
         return dict(sorted(rated, key=lambda item: -(item[1].closed_rate or 0.0)))
     if constraint.maximises_arrivals:
-        return Arrivals(by, finish, progress, only_best=only_best).settle(kinds)
+        return Arrivals(by, finish, progress, only_best=only_best, proves=proves).settle(kinds)
     return Saturated(by, finish, progress).settle(kinds)
 
 
 def _own_searched(
-    by: Scheduler, plans: dict[str, Found], kinds: Sequence[str], finish: Callable[[PlanDraft], PlanDraft]
+    by: Scheduler, plans: dict[str, Found], kinds: Sequence[str], find: Callable[[Sequence[str]], dict[str, Found]]
 ) -> dict[str, Found]:
     """Return the plans. If the best one is of a policy that the engine's own scheduler lacks, the policies that it has
     are searched again by themselves, since only the best policy's plan is searched to the end.
@@ -127,10 +133,12 @@ def _own_searched(
     own = [kind for kind in kinds if engine is not None and engine.runs(kind) and kind in plans]
     if not own or next(iter(plans)) in own:
         return plans
-    return plans | best_of_each(by, own, finish)
+    return plans | find(own)
 
 
-def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | None) -> dict[str, Found]:
+def _with_in_time(
+    by: Scheduler, plans: dict[str, Found], progress: Progress | None, *, proves: bool
+) -> dict[str, Found]:
     """Return the plans. If TTFT is bounded and xgpt's rule runs the steps, the best plan may have order in-time. Only
     policies that mix prompts and decodes are tried, where counts simulate this order.
     """
@@ -149,7 +157,8 @@ def _with_in_time(by: Scheduler, plans: dict[str, Found], progress: Progress | N
     if not kinds:
         return plans
     with suppress(InfeasibleError):
-        ((kind, found),) = Arrivals(by, finish, progress, only_best=True, explains=False).settle(kinds).items()
+        in_time = Arrivals(by, finish, progress, only_best=True, explains=False, proves=proves)
+        ((kind, found),) = in_time.settle(kinds).items()
         best = next(iter(plans.values()))
         if rate_of(found.draft) > (1 + TOLERANCES.rate) * rate_of(best.draft):
             ceilings = [one.ceiling for one in (found, best)]
