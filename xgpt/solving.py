@@ -5,7 +5,7 @@ fleet.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing, verified_first
+from xgpt.deciding.sizing import Sizing, cheapest_verified, verified_first
 from xgpt.problems import resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions, workload_of
@@ -59,7 +59,8 @@ class Planned:
 
     Attributes:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
-        beside: the best plan of another shape, or None if it was not searched, or there is none.
+        beside: the best plan of another shape, or None if it was not searched, or there is none. It may be on another
+            cluster, whose profile is `beside_profile`.
         steady: plans of higher rates, if others keep more of a log that none holds.
         refusal: why no schedule keeps the constraint. The plans are then those that keep most of the load. None: some
             schedule keeps it.
@@ -74,6 +75,7 @@ class Planned:
     fewest: Fewest | None = None
     load: CarriedLoad | None = None
     beside: Plan | None = None
+    beside_profile: Profile | None = None
     steady: tuple[Plan, ...] = ()
     refusal: InfeasibleError | None = None
 
@@ -97,6 +99,7 @@ class Planned:
             tried=() if self.fewest is None else self.fewest.tried,
             choices=self.choices,
             beside=self.beside,
+            beside_profile=self.beside_profile,
             steady=self.steady,
             wanted=self.request.confidence,
             nearest={} if self.refusal is None else self.refusal.nearest,
@@ -244,8 +247,8 @@ def _found(
     paired = trace if load is None or load.log is None else None  # a replay has the log's own pairs of lengths
     plans = _annotate(found, problem, paired, request.api_servers)
 
-    def also(draft: PlanDraft) -> Plan:
-        told = fronted(draft.with_estimate(**ranges_of(draft, problem.profile)), request.api_servers)
+    def also(draft: PlanDraft, profile: Profile = problem.profile) -> Plan:
+        told = fronted(draft.with_estimate(**ranges_of(draft, profile)), request.api_servers)
         return told.proven(next(iter(found.values())).ceiling)
 
     return Planned(
@@ -256,7 +259,8 @@ def _found(
         ahead=ahead,
         fewest=resolved.fewest,
         load=load,
-        beside=None if other is None else also(other),
+        beside=None if other is None else also(other, resolved.beside_profile or problem.profile),
+        beside_profile=resolved.beside_profile,
         steady=tuple(map(also, steady)),
     )
 
@@ -375,6 +379,7 @@ class _Resolved(NamedTuple):
     fewest: Fewest | None = None
     found: dict[str, Found] | None = None
     beside: PlanDraft | None = None
+    beside_profile: Profile | None = None
     refusal: InfeasibleError | None = None
 
 
@@ -398,8 +403,11 @@ def _resolve(request: PlanRequest, load: CarriedLoad | None, progress: Progress 
             + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
             binding="arrival_rate_per_s",
         )
-    chosen = next(sizing for sizing in sizings if sizing.problem is best.problem)
-    return _sized(chosen, best.fewest, choices)
+    # clusters on which the fewest devices are verified need no further search
+    of = {sizing.problem.cluster.name: sizing for sizing in sizings}
+    able = [(bool(each.fewest.judged.unverified), of[each.problem.cluster.name]) for each in choices if each.fewest]
+    ordered = [sizing for _, sizing in sorted(able, key=lambda each: each[0])]
+    return _sized(of[best.problem.cluster.name], best.fewest, choices, ordered)
 
 
 def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, progress: Progress | None) -> _Resolved:
@@ -419,9 +427,23 @@ def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, 
         return _Resolved(problem, refusal=error if _is_at_any_rate(error) else None)
 
 
-def _sized(sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = ()) -> _Resolved:
+def _sized(
+    sizing: Sizing, fewest: Fewest, choices: tuple[ClusterChoice, ...] = (), able: Sequence[Sizing] = ()
+) -> _Resolved:
+    """Return a problem on the fewest devices. If measurements do not verify the plan on these, and devices have prices,
+    the cheapest plan that they verify stands beside it.
+
+    Args:
+        able: all clusters that hold the load. Empty means this one.
+    """
     problem, (found, beside) = replace(sizing.problem, max_devices=fewest.number), sizing.of(fewest.number)
-    return _Resolved(problem, choices, fewest, found if problem.speculation is None else None, beside)
+    is_priced = problem.cluster.price_per_device_hour is not None and bool(fewest.judged.unverified)
+    verified = cheapest_verified(able or [sizing]) if is_priced else None
+    profile = None
+    if verified is not None:
+        profile, beside = verified[0].problem.profile, verified[1]
+    known = found if problem.speculation is None else None
+    return _Resolved(problem, choices, fewest, known, beside, profile)
 
 
 NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as `workload`"

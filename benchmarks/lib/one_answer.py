@@ -106,13 +106,14 @@ def _told(text: str, told: Found) -> Iterator[str]:
         f"Yours keeps the bounds for {percent(now['share_kept'])} of": True,
         "it does not hold your load": not now["holds"],
         "No schedule found on your": not best["at_load"]["holds"] or "nearest" in told,
-        f"up to {best['rate_per_s']['value']:.3g} requests/s": "nearest" not in told
-        and bool(best["rate_per_s"]["value"]),
         ", at any rate; ": "nearest" in told,
         f"Your load: {best['at_load']['rate_per_s']:.3g}/s": True,
         "Keep what runs now": told["action"] == "keep",
         "Change to": told["action"] == "change",
     }
+    if best["at_load"]["holds"] or "nearest" in told:  # a rate of a plan that does not hold the load may be left out
+        is_kept = "nearest" not in told and bool(best["rate_per_s"]["value"])
+        says[f"up to {best['rate_per_s']['value']:.3g} requests/s"] = is_kept
     if told["would_hold"] and told["would_hold_confidence"] is not None and not best["at_load"]["holds"]:
         says[f"{told['would_hold']} would in {tenths(told['would_hold_confidence'])}"] = True
     for sentence, is_true in says.items():

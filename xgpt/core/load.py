@@ -235,6 +235,12 @@ class LogLoad:
             return None
         return self.growth.rate * float(np.bincount((times // 60).astype(int)).max()) / 60
 
+    def longer_in(self, window: Window) -> tuple[float, float]:
+        """Return the mean input and output lengths of a window's requests, divided by those of the whole load."""
+        part = slice(window.first, window.end)
+        inputs, outputs = (np.mean(each[part]) / np.mean(each) for each in (self.requests.input, self.requests.output))
+        return float(inputs), float(outputs)
+
     def kept(self, is_kept: NDArray[np.bool_]) -> KeptByWindow:
         """See `kept_in`."""
         return kept_in(self.windows, is_kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class CarriedLoad:
     log: LogLoad | None = None
     _late: dict[str, NDArray[np.bool_] | None] = field(default_factory=dict, compare=False)
     _sure: dict[str, float | None] = field(default_factory=dict, compare=False)
+    _alone: dict[str, float | None] = field(default_factory=dict, compare=False)
 
     def confidence(self, plan: PlanDraft, profile: Profile) -> float | None:
         """Return the probability that a plan keeps its bounds at the load's rate, or None if it is not known."""
@@ -87,10 +88,12 @@ class CarriedLoad:
         """
         if self.log is None or self.log.requests.timestamp_s is None:
             return None
-        number = len(self.log.requests.input)
-        apart = self.log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
-        found = CarriedLoad(self.rate_per_s, self.window, replace(self.log, requests=apart)).late(plan, profile)
-        return None if found is None else float(1 - found.mean())
+        if (name := repr(_run(plan))) not in self._alone:
+            number = len(self.log.requests.input)
+            apart = self.log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
+            found = CarriedLoad(self.rate_per_s, self.window, replace(self.log, requests=apart)).late(plan, profile)
+            self._alone[name] = None if found is None else float(1 - found.mean())
+        return self._alone[name]
 
 
 def _run(plan: PlanDraft) -> tuple[object, ...]:
@@ -112,25 +115,21 @@ def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
     """Return what a plan keeps at a load: over the whole log, in its windows, and how probable it is."""
     if not plan.constraint.bounds_latency:
         return AtLoad(rate_per_s=load.rate_per_s, window=load.window, holds=rate_of(plan) >= load.rate_per_s)
-    found = AtLoad(
-        rate_per_s=load.rate_per_s,
-        window=load.window,
-        confidence=load.confidence(plan, profile),
-        holds=rate_of(plan) >= load.rate_per_s,
-    )
-    kept = load.kept(plan, profile)
+    holds, kept = rate_of(plan) >= load.rate_per_s, load.kept(plan, profile)
+    of: dict[str, Any] = {"rate_per_s": load.rate_per_s, "window": load.window}
     if kept is None or load.log is None:
-        return found
+        return AtLoad(**of, confidence=load.confidence(plan, profile), holds=holds)
     seen = of_log(load.log, kept, plan.constraint.quantile)
+    if not seen.holds:  # then the probability, which takes ten runs, is 0
+        return seen.but(**of, confidence=None if paces_of(plan, profile) is None else 0.0)
     # The replay overrules the rate of the log's busiest window, but not a rate that the user states.
-    holds = seen.holds and (found.holds or bool(load.window))
-    likely = found.confidence if seen.holds or found.confidence is None else 0.0
-    return seen.but(rate_per_s=load.rate_per_s, window=load.window, confidence=likely, holds=holds)
+    return seen.but(**of, confidence=load.confidence(plan, profile), holds=holds or bool(load.window))
 
 
 def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
     """Return what a replay of a log kept."""
-    busiest = log.busiest
+    busiest, holds = log.busiest, kept.holds(quantile)
+    longer = None if holds or kept.worst is None else log.longer_in(kept.worst)
     return AtLoad(
         rate_per_s=1.0 if busiest is None else busiest.rate_per_s,
         window="" if busiest is None else busiest.name,
@@ -139,7 +138,9 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
         share_kept=kept.share,
         worst_window="" if kept.worst is None else kept.worst.name,
         worst_share_kept=kept.worst_share,
-        holds=kept.holds(quantile),
+        worst_input_ratio=longer and longer[0],
+        worst_output_ratio=longer and longer[1],
+        holds=holds,
     )
 
 
@@ -175,10 +176,10 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
     least, paces, surely = max(2, ceil(load.rate_per_s / rate)), paces_of(plan, profile), 0.0
     if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
         least = max(least, ceil(load.rate_per_s / surely))
+    if not rate_of(plan) and ((alone := load.alone(plan, profile)) is None or alone < plan.constraint.quantile):
+        return None  # no number of copies serves requests faster than one at a time
     for copies in range(least, least + MOST_COPIES):
         kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
-        if kept is None and not rate_of(plan):
-            return None
         if kept is None or kept.holds(plan.constraint.quantile):
             likely = confidence(plan, profile, load.rate_per_s / copies)
             if likely is not None and copies * surely >= load.rate_per_s:

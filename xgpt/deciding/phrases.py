@@ -10,6 +10,8 @@ from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept
 
 WIDTH, MOST_LINES = 80, 15
+LONGER = 1.1
+"""Requests of a window are called longer from this ratio to the log's mean on."""
 PAGE = 10_000
 """Width of a line on a page, which wraps lines itself."""
 
@@ -36,7 +38,7 @@ def load_in_words(
     """
     text = f"{load.rate_per_s:.3g}/s" if sessions is None else per_s(load.rate_per_s, sessions)
     text += f" at its busiest ({load.window})" if load.window else ""
-    if (is_lost or not load.holds) and load.minute_per_s is not None:
+    if (is_lost or not load.holds) and load.minute_per_s is not None and not _longer(load):
         text += f", {load.minute_per_s:.3g}/s for a minute"
     if load.confidence is not None and load.holds:
         text += f", held in {tenths(load.confidence)}"
@@ -46,13 +48,25 @@ def load_in_words(
     return f"{text}; replayed{where}, it keeps {what}{kept}" if kept else text
 
 
-def kept_in_words(load: AtLoad) -> str:
-    """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed."""
+def kept_in_words(load: AtLoad, *, is_why_said: bool = True) -> str:
+    """Return the shares of a log's requests that keep the bounds, or "" if it was not replayed.
+
+    Args:
+        is_why_said: whether to say by how much requests of the worst window are longer.
+    """
     kept, least = (None if share is None else percent(share) for share in (load.share_kept, load.worst_share_kept))
     of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
     parts = [] if kept is None else [f"{kept}{of}"]
-    parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({load.worst_window})"]
+    window = load.worst_window + (_longer(load) if is_why_said else "")
+    parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({window})"]
     return ", ".join(parts)
+
+
+def _longer(load: AtLoad) -> str:
+    """Return by how much requests of the worst window are longer than the log's, if that may be why it is lost."""
+    ratios = {"prompts": load.worst_input_ratio or 0.0, "outputs": load.worst_output_ratio or 0.0}
+    said = " and ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items() if ratio >= LONGER)
+    return f", {said} times as long" if said and not load.holds else ""
 
 
 def likely_in_words(factor: Ranged) -> str:

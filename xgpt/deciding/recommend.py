@@ -67,6 +67,7 @@ def recommend(
     tried: Sequence[tuple[int, Judged]] = (),
     choices: Sequence[ClusterChoice] = (),
     beside: Plan | None = None,
+    beside_profile: Profile | None = None,
     steady: Sequence[Plan] = (),
     kept: Given | None = None,
     path: str = "plan.json",
@@ -88,7 +89,7 @@ def recommend(
         searched: largest number of devices of which plans were searched. None means that of the best plan.
         tried: numbers of devices that were judged for this load, rising.
         choices: clusters that were compared, the cheapest first.
-        beside: the best plan of another shape, or None.
+        beside: the best plan of another shape, or None. It may be on another cluster, with `beside_profile`.
         steady: plans of higher rates, if others keep more of a log that none holds.
         kept: options of the present deployment's command that a new command repeats.
         path, now_path: where the best plan and the present deployment will be written.
@@ -101,6 +102,7 @@ def recommend(
 
     def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
         offer = offer_of(plan, kept, file)
+        offer = offer if plan.cluster.name == best.cluster.name else offer.but(cluster=plan.cluster.name)
         return offer if load is None else offer.but(at_load=at_load(plan, of, load))
 
     kind, best = next(iter(plans.items()))
@@ -124,13 +126,18 @@ def recommend(
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
     is_lost = first.at_load is not None and not first.at_load.holds
     if action == "run" and is_lost and best.constraint.maximises_arrivals and load and load.kept(best, profile):
-        why = "of the plans found, it keeps the bounds for most of your requests"
+        why = "of the plans found, it keeps most of your load"
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
     clear = [plan for plan in ranked if is_lost or rate_of(plan) >= LEAST_GAIN * rate_of(best)]
     offers = (offered(plan) if is_lost else offer_of(plan, kept, path) for plan in clear if not by_itself(plan))
     more = next((offer for offer in offers if is_better(offer, first)), None)
     next_best = beside or next((plan for plan in ranked if by_itself(plan)), None)
-    runner_up = None if next_best is None else offered(next_best)
+    of_next = beside_profile or profile
+    runner_up = None if next_best is None else offered(next_best, of_next)
+    if present is not None and not is_best and first.unverified and not present.unverified:
+        is_second = runner_up is not None and not runner_up.unverified and is_better(runner_up, present)
+        if not is_second:  # what runs now is a candidate, too
+            next_best, runner_up, of_next = now, present, now_profile
     if is_best and runner_up is not None and is_better(runner_up, first):
         why = "it is the best plan that measurements verify" if runner_up.unverified else why
     chosen = present if action == "keep" and present is not None else first
@@ -141,7 +148,7 @@ def recommend(
         roles: list[tuple[Copied, Plan | None, Profile]] = [
             ("best", *shown),
             ("rejected", None if chosen is first or is_best else best, profile),
-            ("runner_up", next_best, profile),
+            ("runner_up", next_best, of_next),
             *(("steady", plan, profile) for plan in steady),
         ]
         for role, plan, of in roles:
@@ -166,7 +173,7 @@ def recommend(
         why=why,
         runner_up=runner_up,
         runner_up_gain=None
-        if next_best is None or now is None
+        if next_best is None or now is None or next_best is now
         else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
         steady=offered(copied[1]) if copied is not None and copied[0] == "steady" else None,
         with_more_work=more,
@@ -201,7 +208,7 @@ def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept
 def _cluster(choice: ClusterChoice) -> OfferedCluster:
     cluster = choice.problem.cluster
     assert cluster.price_per_device_hour is not None
-    judged = None if choice.fewest is None else dict(choice.fewest.tried)[choice.fewest.number]
+    judged = None if choice.fewest is None else choice.fewest.judged
     return OfferedCluster(
         name=cluster.name,
         num_devices=None if choice.fewest is None else choice.fewest.number,
@@ -344,8 +351,8 @@ def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
     if then.share_kept is None or now.share_kept is None or abs(then.share_kept - now.share_kept) < CLEAR:
         return None
     if then.share_kept > now.share_kept:
-        return "change", "neither holds your load, but this plan keeps the bounds for more of its requests"
-    return "keep", f"neither holds your load, and the best plan keeps the bounds only for {kept_in_words(then)}"
+        return "change", "it keeps more of your load"
+    return "keep", f"neither holds your load, and the best other plan keeps the bounds only for {kept_in_words(then)}"
 
 
 def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:

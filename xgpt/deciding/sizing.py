@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
@@ -14,7 +16,7 @@ from xgpt.deciding.recommend import own_first
 from xgpt.deciding.verified import unverified, unverified_shape
 from xscheduler.found import Found
 from xscheduler.objectives.reusing import FindEach
-from xscheduler.objectives.sizing import Judged
+from xscheduler.objectives.sizing import Judged, fewest_devices
 from xscheduler.problem import Problem
 
 
@@ -31,16 +33,20 @@ class Sizing:
         self.problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
         self._load, self._find, self._wanted, self._progress = load, find, wanted, progress
         self._found: dict[int, tuple[dict[str, Found], Found]] = {}
+        self._too_few = 0
 
     def judge(self, number: int) -> Judged:
         """Judge the best plan on so many devices."""
         if self._progress is not None:
             of = f"{self.problem.cluster.num_devices} x {self.problem.cluster.device.name}"
             self._progress(0, 1, f"searching plans on {number} of {of}")
+        too_few, self._too_few = self._too_few, max(self._too_few, number)
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         first = next(iter(found.values()))
         found, judged = verified_first(found, self.problem.profile, self._load, self._wanted)
         self._found[number] = found, first
+        if judged.confidence >= self._wanted:
+            self._too_few = too_few
         rate, chosen = rate_of(first.draft), next(iter(found.values())).draft
         needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
         return judged._replace(needed=needed, unverified=unverified(chosen))
@@ -53,19 +59,61 @@ class Sizing:
             beside = next((draft for draft in drafts if draft is not None and not unverified_shape(draft)), beside)
         return self._found[number][0], beside
 
+    def fewest_verified(self, most: int) -> int | None:
+        """Return the smallest number of devices, at most `most`, on which a plan that measurements verify sustains the
+        load as surely as wanted, or None.
+        """
+        if most <= self._too_few:
+            return None
+        try:
+            fewest = fewest_devices(most, self._judge_verified, self._wanted)
+        except InfeasibleError:
+            return None
+        return fewest.number if fewest.judged.confidence >= self._wanted else None
+
+    def verified(self, number: int) -> PlanDraft | None:
+        """Return the best schedule on a number of devices that was judged, of those that measurements verify."""
+        chosen = next(iter(self._found[number][0].values())).draft
+        drafts = self._both(number) if unverified(chosen) else (chosen,)  # the others may take a search
+        return next((draft for draft in drafts if draft is not None and not unverified(draft)), None)
+
+    def _judge_verified(self, number: int) -> Judged:
+        if number not in self._found and number > self._too_few:
+            self.judge(number)
+        if number <= self._too_few or (draft := self.verified(number)) is None:
+            return Judged(0.0)
+        needed = ceil(number * self._load.rate_per_s / rate_of(draft))
+        return _judge(draft, self.problem.profile, self._load, self._wanted)._replace(needed=needed)
+
     def _both(self, number: int) -> tuple[PlanDraft, PlanDraft | None]:
         found, first = self._found[number]
         chosen = next(iter(found.values()))
         return chosen.draft, first.at_side if chosen is first else first.draft
 
 
-def _judge(found: Found, profile: Profile, load: CarriedLoad, wanted: float) -> Judged:
+def cheapest_verified(sizings: Iterable[Sizing]) -> tuple[Sizing, PlanDraft] | None:
+    """Return the cheapest plan that measurements verify and that sustains the load as surely as wanted, or None.
+
+    Args:
+        sizings: the clusters that sustain it, each with a price.
+    """
+    found, least = None, inf
+    for sizing in sizings:
+        cluster = sizing.problem.cluster
+        assert cluster.price_per_device_hour is not None
+        cheaper = min(float(cluster.num_devices), least / cluster.price_per_device_hour - 1e-9)
+        if (number := sizing.fewest_verified(int(cheaper))) is not None and (draft := sizing.verified(number)):
+            found, least = (sizing, draft), number * cluster.price_per_device_hour
+    return found
+
+
+def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float) -> Judged:
     """Judge how surely a schedule holds a load. A log is replayed."""
-    draft, likely = found.draft, load.confidence(found.draft, profile)
-    likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
-    if likely > 0 and (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
+    if (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
         worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
         return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}")
+    likely = load.confidence(draft, profile)
+    likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
 
@@ -76,11 +124,11 @@ def verified_first(
     one that they verify comes first, if it holds the load as surely as wanted, or as the first one.
     """
     kind, first = next(iter(found.items()))
-    judged = _judge(first, profile, load, wanted)
+    judged = _judge(first.draft, profile, load, wanted)
     other = first.at_side if unverified_shape(first.draft) else None
     if other is not None and not unverified_shape(other):
         beside = replace(first, draft=other)
-        also = _judge(beside, profile, load, wanted)
+        also = _judge(other, profile, load, wanted)
         if also.confidence >= min(wanted, max(judged.confidence, 1e-9)):
             return {kind: beside, **{name: one for name, one in found.items() if name != kind}}, also
     return found, judged

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
-from xgpt.deciding.load import is_better
 from xgpt.deciding.phrases import (
     MOST_LINES,
     WIDTH,
@@ -32,19 +31,21 @@ MOST_COMMANDS = 2
 """Most commands that are printed. plan.json has all."""
 MOST_CLUSTERS = 3
 """Most compared clusters of which more than the cost is printed. plan.json has all."""
-ALWAYS, CEILING = 9, 6
-"""Ranks of what is never left out, and of how near the best plan is to the best possible."""
+CEILING = 6
+"""Rank of how near the best plan is to the best possible."""
+SPARED, ALWAYS, NEEDED = 9, 10, 11
+"""Ranks of what is left out only if nothing else makes an answer fit, first and last, and of what is never left out."""
 
 
 def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LINES, end: str = "") -> list[str]:
     """Return the lines: whether what runs now holds, what to run, what it keeps, what it gains, what would change it.
 
     Args:
-        most: number of lines after which the least important sentences are left out. None means that none are.
+        most: number of lines after which the least important sentences are left out, and the others are said briefly.
+            None means that all are said.
         end: a last sentence, such as where to read more. It is never left out.
     """
-    clusters = None if most is None else MOST_CLUSTERS
-    said, fewer = list(_sentences(found, most_clusters=clusters)), False
+    said, is_brief = list(_sentences(found, None if most is None else MOST_CLUSTERS)), False
     while True:
         texts = [text for _, text in said]
         if CEILING not in (rank for rank, _ in said):
@@ -54,13 +55,13 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
         elif end:
             texts.append(end)
         shown = [line for text in texts for line in wrapped(text, width)]
-        least = min(said, key=lambda each: each[0])
-        if most is None or len(shown) <= most or (least[0] == ALWAYS and fewer):
+        least = min(reversed(said), key=lambda each: each[0])
+        if most is None or len(shown) <= most or (least[0] == NEEDED and is_brief):
             return shown
-        if least[0] == ALWAYS:
-            said, fewer = [each for each in _sentences(found, 1, clusters) if each[0] == ALWAYS], True
-        else:
+        if least[0] < SPARED or is_brief:
             said.remove(least)
+        else:
+            said, is_brief = [each for each in _sentences(found, 0, is_brief=True) if each[0] >= SPARED], True
 
 
 def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
@@ -70,43 +71,45 @@ def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
 
 
 def _sentences(
-    found: Recommendation, most_commands: int = MOST_COMMANDS, most_clusters: int | None = None
+    found: Recommendation, most_clusters: int | None, *, is_brief: bool = False
 ) -> Iterator[tuple[int, str]]:
     """Yield sentences with their ranks: the lowest are left out first.
 
     Args:
-        most_clusters: number of clusters, the cheapest, of which more than the cost is said. None means all.
+        most_clusters: number of clusters, the cheapest, of which more than the cost is said. None means all, 0 that the
+            chosen one is only named with what to run.
+        is_brief: whether only one command is said, and not that what is lost is the best that was found.
     """
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
-        yield ALWAYS, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds)}."
+        yield NEEDED, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds, is_why_said=keeps)}."
     would, lost = _would_hold(found), load is not None and not load.holds
     more = f"; {_would_hold(found, 'the plan below')}" if would and lost else ""
     if found.nearest:
-        yield ALWAYS, f"{_never_kept(found)}{more}."
+        yield NEEDED, f"{_never_kept(found)}{more}."
     elif load is not None and lost:
         where = _where_lost(load, found.bounds)
-        yield ALWAYS, f"No schedule found on your {_devices(best)} holds your load{where}{more}."
-    yield from ((ALWAYS, text) for text in _answer(found, most_commands))
+        yield NEEDED, f"No schedule found on your {_devices(best)} holds your load{where}{more}."
+    yield from ((NEEDED, text) for text in _answer(found, is_brief=is_brief))
     spare = f", with {f'{100 * found.headroom:.3g}%' if found.headroom else 'nothing'} to spare,"
     wanted = min((bound.quantile for bound in found.bounds), default=0.0)
     if (sessions := best.sessions) is not None:
         rate = in_words(in_sessions(best.rate_per_s, sessions), "sessions/s")
         kept = f"{bounds_in_words(found.bounds, sessions)}{spare}"
-        yield ALWAYS, f"Keeps {kept} up to {rate}, about {sessions.at_once:.3g} at once."
+        yield NEEDED, f"Keeps {kept} up to {rate}, about {sessions.at_once:.3g} at once."
         yield from session_lines(sessions, wanted)
     elif found.bounds and not found.nearest:
         lasts = "" if best.simulated_s is None else f", over {span(best.simulated_s)} of arrivals"
         rate = in_words(best.rate_per_s, "requests/s")
         up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else " at no rate"
-        yield ALWAYS, f"Keeps {bounds_in_words(found.bounds)}{up_to}."
+        yield (SPARED if lost else NEEDED), f"Keeps {bounds_in_words(found.bounds)}{up_to}."
     elif not found.bounds:
-        yield ALWAYS, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
+        yield NEEDED, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:
         # the first line has the number of requests
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
-        yield ALWAYS, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions)}."
+        yield NEEDED, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions)}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
         yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
@@ -118,7 +121,8 @@ def _sentences(
             text += f", and {percent(waiting.quantile)} of sessions wait at most {seconds(now.wait_s)} in all"
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
     if found.gain is not None and found.gain.then > 0:
-        yield ALWAYS, f"{gain_in_words(found)}."
+        by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
+        yield (5 if by_share else ALWAYS), f"{gain_in_words(found)}."
     if found.sizes:
         yield 7, f"Devices searched{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
     if load is not None and load.holds and would:
@@ -131,8 +135,8 @@ def _sentences(
     full = len(clusters) if most_clusters is None else most_clusters
     for each in clusters[:full]:
         yield ALWAYS, _cluster(each)
-    if others := clusters[full:]:
-        yield ALWAYS, f"Others: {', '.join(_cost(each) for each in others)}."
+    if others := clusters[max(full, 1) :]:
+        yield NEEDED, f"Others: {', '.join(_cost(each) for each in others)}."
     if found.limit_per_s is not None and found.limit_gap is not None and not keeps:
         gap, where = _gap(found), _where_searched(found)
         most = found.limit_per_s / (1 if sessions is None else sessions.turns)
@@ -146,8 +150,8 @@ def _sentences(
         else:
             here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
             yield CEILING, f"{gap}{where}: no schedule {what} {here}."
-    if found.with_more_work is not None:
-        yield 4, f"With more work: {_in_short(found.with_more_work, best)}{_beside_load(found.with_more_work.at_load)}."
+    if (other := found.with_more_work) is not None:
+        yield 4, f"With more work: {_in_short(other, best)}{_beside_load(other.at_load, found.bounds)}."
     if found.would_change:
         yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
     if found.measurement is not None:
@@ -209,8 +213,9 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     scheduler = ", with xgpt's scheduler" if of.needs_xgpt else ""
     name = f"{of.name} ({of.settings}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
-    copies = f"{found.would_hold // of.num_devices} copies of {name}{_not_verified(of.unverified)}"
-    return f"{found.would_hold} would{sure}, as {copies}"
+    # of what runs, nobody asks; of the plan to run, the answer says what is not verified
+    unsaid = " (not verified)" if of.unverified and of is not found.best else ""
+    return f"{found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}{unsaid}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -220,8 +225,8 @@ def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     return " in each window" if load.share_kept >= min(bound.quantile for bound in bounds) else ""
 
 
-def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
-    if kept := kept_in_words(load):
+def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...], *, is_why_said: bool) -> str:
+    if kept := kept_in_words(load, is_why_said=is_why_said):
         lost = f": it does not hold your load{_where_lost(load, bounds)}"
         return f"keeps the bounds for {kept}{'' if load.holds else lost}"
     rate = now.rate_per_s.value
@@ -230,23 +235,28 @@ def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
     return f"{most}: {'enough' if load.holds else 'too little'} for your {asked:.3g}"
 
 
-def _answer(found: Recommendation, most_commands: int = MOST_COMMANDS) -> Iterator[str]:
+def _answer(found: Recommendation, *, is_brief: bool) -> Iterator[str]:
     best, why = found.best, found.why
     engine = f", {best.engine}" if best.engine else ""
     devices = found.devices
     if found.now is not None and best.num_devices < found.now.num_devices:
         devices = devices.replace(" x ", f" of your {found.now.num_devices} ", 1)
-    cost = "" if best.cost_per_hour is None or found.clusters else f" at {best.cost_per_hour:.4g} an hour"
-    what = f"{best.name} on {devices}{cost}{engine}"
+    what = f"{best.name} on {devices}{_at_cost(best)}{engine}"
     if found.action == "keep":
         yield f"Keep what runs now, {what}: {why}."
         return
     start = "Run " + found.model + ":" if found.action == "run" else "Change to"
+    why = "" if is_brief and best.at_load is not None and not best.at_load.holds else why
+    joint = ": " if why else ". " if best.unverified else ""
     if best.unverified:
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
-    yield f"{start} {what}{': ' if found.why else '. ' if why else ''}{why}."
+    yield f"{start} {what}{joint}{why}."
     if not (found.nearest and best.needs_xgpt):  # then no plan.json is written
-        yield from _commands(best, most_commands)
+        yield from _commands(best, 1 if is_brief else MOST_COMMANDS)
+
+
+def _at_cost(offer: Offer) -> str:
+    return "" if offer.cost_per_hour is None else f" at {offer.cost_per_hour:.4g} an hour"
 
 
 CLEAR_GAIN = 0.05
@@ -301,17 +311,17 @@ def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, 
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start, first = "Next best", found.rejected or found.best
     if first.unverified and not offer.unverified:
-        now = found.now
-        is_second = now is not None and not now.unverified and not is_better(offer, now)
-        start = f"Best {'other ' if is_second else ''}that measurements verify"
+        start = "Best that measurements verify"
     elif offer.unverified and not first.unverified:
         is_higher = offer.rate_per_s.value > first.rate_per_s.value
         start = f"{'Higher' if is_higher else start}{_not_verified(offer.unverified)}"
-    gain = found.runner_up_gain
+    if offer == found.now:
+        return f"{start}: what runs now."
+    gain, load = found.runner_up_gain, offer.at_load
     text = f"{start}: {_in_short(offer, found.best)}".removesuffix(":")
-    if gain is not None and gain.factor is not None:
+    if gain is not None and gain.factor is not None and (load is None or load.holds or load.share_kept is None):
         text += f", {gain.factor.value:.2f} times yours"
-    return f"{text}{_beside_load(offer.at_load)}."
+    return f"{text}{_beside_load(load, found.bounds)}."
 
 
 def _keeps_any(offer: Offer) -> bool:
@@ -322,13 +332,16 @@ def _is_surer(load: AtLoad | None, than: AtLoad | None) -> bool:
     return load is not None and than is not None and (load.confidence or 0.0) > (than.confidence or 0.0)
 
 
-def _beside_load(load: AtLoad | None) -> str:
+def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...] = ()) -> str:
     """Return what another candidate keeps of the user's load, in a few words."""
     if load is None:
         return ""
     if not load.holds:
-        kept = load.share_kept
-        return ", too little for your load" if kept is None else f", keeps {percent(kept)} of your load"
+        if load.share_kept is None:
+            return ", too little for your load"
+        kept = f", keeps {percent(load.share_kept)} of your load"
+        worst = load.worst_share_kept if _where_lost(load, bounds) else None
+        return kept if worst is None else f"{kept}, but {percent(worst)} in the worst window"
     return "" if load.confidence is None else f", held in {tenths(load.confidence)}"
 
 
@@ -420,7 +433,9 @@ def _in_short(offer: Offer, beside: Offer) -> str:
     name = offer.name.removeprefix(f"{beside.policy}, ")
     name += f" with {offer.settings.partition(', [')[0]}" if offer.name == beside.name else ""
     scheduler = ", with xgpt's scheduler" if offer.needs_xgpt else ""
-    devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices else ""
+    devices = f" on {offer.num_devices}" if offer.num_devices != beside.num_devices or offer.cluster else ""
+    devices += f" of {offer.cluster}" if offer.cluster else ""
+    devices += _at_cost(offer) if offer.cost_per_hour != beside.cost_per_hour else ""
     if not offer.rate_per_s.value:
         return f"{name}{devices}{scheduler}:"
     rate = f"{offer.rate_per_s.value:.3g}" if offer.sessions is None else f"{offer.sessions.rate_per_s:.3g} sessions"
@@ -432,7 +447,7 @@ def gain_in_words(found: Recommendation) -> str:
     gain = found.gain
     assert gain is not None
     known = () if found.now is None else found.now.unverified
-    start = f"Gain{_not_verified(tuple(each for each in found.best.unverified if each not in known))}"
+    start = "Gain" if set(found.best.unverified) <= set(known) else "Gain (not verified)"
     if (other := found.rejected) is not None:
         which = "The best other plan" if gain.factor is not None and gain.factor.value < 1 else "The best plan"
         start = f"{which}, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"

@@ -38,6 +38,10 @@ class Fewest(NamedTuple):
     tried: tuple[tuple[int, Judged], ...] = ()
 
     @property
+    def judged(self) -> Judged:
+        return dict(self.tried)[self.number]
+
+    @property
     def why_not_fewer(self) -> str:
         """Why one device fewer is not enough. "" if the number is 1."""
         below = self.number - 1
@@ -112,7 +116,7 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         except InfeasibleError as error:
             ranked.append((2, 0.0, ClusterChoice(problem, None, None, _in_words(error))))
             continue
-        unsure = dict(fewest.tried)[fewest.number].confidence < wanted
+        unsure = fewest.judged.confidence < wanted
         cost = price * fewest.number
         ranked.append((int(unsure), cost, ClusterChoice(problem, fewest, cost, "costs more")))
     ranked.sort(key=lambda each: each[:2])

@@ -13,11 +13,13 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Process, Ranged, Sized
 from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
+from xgpt.deciding.recommend import recommend
 from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import lines
 from xgpt.requests import plan_request
 from xgpt.solving import solve
 from xprofiler.ranges import cell_of, likely
+from xscheduler.schedule import NOT_SEARCHED
 
 
 @pytest.mark.parametrize(
@@ -171,14 +173,18 @@ def test_a_plan_that_keeps_bounds_at_no_rate_is_not_said_to_keep_them(small: Rec
     assert "up to 0" not in text and "for 99% of requests at no rate" in text
 
 
-def test_the_best_verified_plan_is_not_named_beside_a_better_one_that_runs(small: Recommendation) -> None:
+def test_what_runs_now_is_a_candidate_too() -> None:
     """Replicas that keep 91% of a log ran; "best that measurements verify" was one that keeps 90% of it."""
-    at = AtLoad(rate_per_s=9, num_requests=10**6, share_kept=0.9, holds=False)
-    first, other = small.best.but(unverified=("pipelines",)), small.best.but(at_load=at, name="other")
-    for share, said in ((0.91, "Best other that measurements verify"), (0.5, "Best that measurements verify")):
-        now = small.best.but(at_load=at.but(share_kept=share))
-        text = " ".join(lines(small.but(best=first, now=now, runner_up=other), most=None))
-        assert f"{said}:" in text
+    asked = plan_request(model="opt-13b", cluster="a40x4", policy="chunked", engine="vllm", latency_bound_s=20)
+    piped = solve(asked.but(fix={"pp": 2}))
+    found = solve(asked.but(fix={"tp": 4})).best
+    slower = found.estimate.capacity.but(rate_per_s=0.9 * rate_of(found))
+    lower = found.with_estimate(capacity=slower).proven(NOT_SEARCHED)
+    for now, other, is_best in ((found, lower, True), (lower, found, False)):
+        told = recommend({"chunked": piped.best}, piped.problem.profile, now=now, beside=other)
+        text = " ".join(lines(told, most=None))
+        assert told.runner_up.rate_per_s.value == rate_of(found)
+        assert ("Best that measurements verify: what runs now." in text) == is_best
 
 
 def test_bounds_that_are_loosened_together_are_said_to_be(small: Recommendation) -> None:

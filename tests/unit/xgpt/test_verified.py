@@ -74,7 +74,7 @@ def test_a_gain_and_a_price_stand_beside_their_label() -> None:
     best = found.best.but(unverified=("drafts",))
     for now, is_said in ((found.best, True), (best, False)):
         text = words.gain_in_words(found.but(best=best, now=now, gain=gain))
-        assert ("not verified by measurements: drafts" in text) == is_said
+        assert ("Gain (not verified):" in text) == is_said
     cluster = OfferedCluster(name="a", num_devices=1, price_per_device_hour=2, cost_per_hour=2, unverified=("drafts",))
     assert "2 an hour (not verified): chosen." in words._cluster(cluster)
 

@@ -72,6 +72,10 @@ class AtLoad(Frozen):
     """The window in which the smallest share keeps the bounds."""
     worst_share_kept: float | None = None
     """The share of its requests that keep the bounds."""
+    worst_input_ratio: float | None = Field(default=None, exclude_if=lambda found: found is None)
+    """Mean input length of its requests, divided by the log's. A rate within the bounds is one of the log's lengths."""
+    worst_output_ratio: float | None = Field(default=None, exclude_if=lambda found: found is None)
+    """The same for output lengths."""
     confidence: float | None = None
     """Probability that the candidate sustains the load, by the errors of earlier predictions. 0 means that not even the
     prediction does, in a replay of the log. None means not known.
@@ -95,6 +99,8 @@ class Offer(Frozen):
     """Whether the candidate needs xgpt's scheduler or engine. Otherwise the named engine runs it by itself."""
     num_devices: PositiveInt
     """Number of devices that it uses."""
+    cluster: str = Field(default="", exclude_if=lambda name: not name)
+    """Name of its cluster, if another one was chosen."""
     processes: tuple[Process, ...] = ()
     """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
     rate_per_s: Ranged

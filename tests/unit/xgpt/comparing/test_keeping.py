@@ -1,16 +1,18 @@
-"""Where nothing holds a log, the plan that keeps most of it is looked for among the engine's own, too."""
+"""Candidates that stand beside the best plan, or in its place where nothing holds a log."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
-from xgpt.deciding import keeping
+from xgpt.deciding import keeping, sizing
 from xgpt.deciding.keeping import keeping_most, share_kept
 from xgpt.deciding.load import Copies, carried
 from xgpt.deciding.recommend import by_itself
@@ -18,7 +20,11 @@ from xgpt.deciding.sizing import verified_first
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
+from xscheduler.found import Found
 from xscheduler.objectives.best_plans import found_each
+from xscheduler.objectives.sizing import fewest_devices
+from xscheduler.problem import Problem
+from xscheduler.schedule import NOT_SEARCHED
 
 
 def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp_path: Path) -> None:
@@ -87,3 +93,47 @@ def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
 
     _, judged = verified_first({"orca": found}, problem.profile, Load(), 0.9)  # type: ignore[arg-type]
     assert judged.confidence == 0 and judged.why_not.startswith("only 97.0% of the log's requests")
+
+
+def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside three B200 as a pipeline stood a verified plan on eight, 44 an hour. One on four costs half, eight H100
+    23.2.
+    """
+
+    def drawn(rate: float, *unverified: str) -> SimpleNamespace:
+        return SimpleNamespace(rate=rate, unverified=unverified, sure=0.95 if rate > 8 else 0.2)
+
+    of = {
+        "b200x8": {3: (drawn(12, "pipelines"), drawn(7)), 4: (drawn(15, "pipelines"), drawn(14)), 8: (drawn(30),) * 2},
+        "h100x8": {6: (drawn(7, "pipelines"), drawn(6)), 7: (drawn(7, "pipelines"), drawn(6)), 8: (drawn(11),) * 2},
+    }
+    for name in ("rate_of", "unverified", "unverified_shape"):
+        field = name.removesuffix("_of").removesuffix("_shape")
+        monkeypatch.setattr(sizing, name, lambda draft, field=field: getattr(draft, field))
+    monkeypatch.setattr(sizing, "own_first", lambda found: found)
+    searched = list[tuple[str, int]]()
+
+    class Load:
+        rate_per_s = 8.0
+        confidence = staticmethod(lambda draft, _: draft.sure)
+        kept = staticmethod(lambda *_: None)
+
+    def find(problem: Problem) -> dict[str, Found]:
+        number = problem.max_devices
+        assert number is not None
+        searched.append((problem.cluster.name, number))
+        if number not in of[problem.cluster.name]:
+            raise InfeasibleError("arrival_rate_per_s: too few", binding="arrival_rate_per_s")
+        first, beside = of[problem.cluster.name][number]
+        return {"chunked": Found(first, NOT_SEARCHED, beside=lambda _: beside)}
+
+    sizings = [
+        sizing.Sizing(resolve(plan_request(model="llama-3.1-8b", cluster=name, price=price)), Load(), find, 0.9)
+        for name, price in (("h100x8", 2.9), ("b200x8", 5.5))
+    ]
+    numbers = [fewest_devices(8, each.judge, 0.9).number for each in sizings]
+    assert numbers == [8, 3]
+    before = len(searched)
+    found = sizing.cheapest_verified(sizings)
+    assert found is not None and found[0] is sizings[1] and found[1].rate == 14
+    assert searched[before:] == [("b200x8", 4)], "only what may be cheaper, and nothing twice"

@@ -39,6 +39,11 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert kept.share == 0.995 and kept.worst == load.busiest
     assert kept.worst_share == pytest.approx(1 - 100 / load.busiest.num_requests)
     assert not kept.holds(0.99) and kept.holds(0.5)
+    first, last = load.busiest.first, load.busiest.end
+    longer = load.requests.input.copy()
+    longer[first:last] *= 2
+    ratios = LogLoad.of("day", load.requests._replace(input=longer)).longer_in(load.busiest)
+    assert ratios[0] == pytest.approx(longer[first:last].mean() / longer.mean()) and 0.9 < ratios[1] < 1.1
     is_kept = np.random.default_rng(0).random(20_000) < 0.992
     assert (load.kept(is_kept).worst_share or 1) < 0.985 and load.kept(is_kept).holds(0.99), "chance is no verdict"
     assert sum(share is not None for share in kept.by_window) >= 90
