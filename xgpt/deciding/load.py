@@ -141,6 +141,7 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
         worst_input_ratio=longer and longer[0],
         worst_output_ratio=longer and longer[1],
         holds=holds,
+        is_short_by_chance=holds and kept.worst_share is not None and kept.worst_share < quantile,
     )
 
 

@@ -58,6 +58,7 @@ def kept_in_words(load: AtLoad, *, is_why_said: bool = True) -> str:
     of = "" if load.num_requests is None else f" of {load.num_requests:,} requests"
     parts = [] if kept is None else [f"{kept}{of}"]
     window = load.worst_window + (_longer(load) if is_why_said else "")
+    window += ", which may be chance" if load.is_short_by_chance else ""
     parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({window})"]
     return ", ".join(parts)
 

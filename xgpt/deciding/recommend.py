@@ -25,7 +25,7 @@ from xgpt.core.sessions import turns_of
 from xgpt.core.workload import Floats
 from xgpt.deciding.commands import PORT, engine_command, engine_label, processes_of
 from xgpt.deciding.load import GROWTHS, CarriedLoad, Copies, at_load, enough, is_better
-from xgpt.deciding.phrases import kept_in_words, per_s
+from xgpt.deciding.phrases import kept_in_words, per_s, tenths
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.verified import unverified
 from xgpt.reporting.plan_text import settings_text
@@ -320,7 +320,9 @@ def _decide(
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "both hold your load, this plan on fewer devices"
         if kept and would_keep and _is_surer(first.at_load.confidence, now.at_load.confidence, wanted):
-            return "change", "both hold your load, this plan more surely"
+            mine = now.at_load.confidence
+            surely = "" if mine is None else f" (yours in {tenths(mine)})"
+            return "change", f"both hold your load, this plan more surely{surely}"
         if kept and would_keep:
             fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
             return "keep", f"it keeps the bounds at your load{fewer}"

@@ -367,8 +367,9 @@ def schedule_in_words(plan: Plan) -> str:
                 f"{_count(policy.max_batch, 'request')} at once"
             )
         case "chunked":
+            step = policy.token_budget // policy.microbatches
             return (
-                f"every step decodes running requests and adds prompt tokens up to a total of {policy.token_budget}; "
+                f"every step decodes running requests and adds prompt tokens up to a total of {step}; "
                 f"at most {_count(policy.max_batch, 'request')} at once"
             )
         case "static":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt import api
 from xgpt.cli.render import plans_table
-from xgpt.core.schema import Capacity, Constraint, Plan
+from xgpt.core.schema import Capacity, ChunkedSettings, Constraint, Plan
 from xgpt.pages import charts, render
+from xgpt.reporting.plan_text import schedule_in_words
 from xgpt.reporting.report import NUM_REQUESTS, _frontier, report
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.schedule import Scheduler
@@ -31,6 +34,12 @@ def a_plan(kind: str, latency_bound_s: float | None = 4.0) -> Plan:
 
 def page_of(plan: Plan) -> str:
     return report(plan, problem("llama-3.1-8b", "h200x1", "orca").profile, np.random.default_rng(0))
+
+
+def test_a_pipelines_step_has_its_share_of_the_token_budget() -> None:
+    """A report said 1216 tokens beside --max-num-batched-tokens 608."""
+    plan: Any = SimpleNamespace(engine=None, policy=ChunkedSettings(token_budget=1216, max_batch=234, microbatches=2))
+    assert "a total of 608;" in schedule_in_words(plan)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,11 @@ class AtLoad(Frozen):
     prediction does, in a replay of the log. None means not known.
     """
     holds: bool = True
-    """Whether the wanted share keeps the bounds, of the whole log and in each window, or without a log at the rate."""
+    """Whether the wanted share keeps the bounds, of the whole log and in each window but for chance, or without a log
+    at the rate.
+    """
+    is_short_by_chance: bool = Field(default=False, exclude_if=lambda short: not short)
+    """Whether the worst window keeps less than the wanted share, but by at most three standard deviations."""
 
 
 class Offer(Frozen):

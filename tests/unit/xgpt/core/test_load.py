@@ -8,6 +8,8 @@ import pytest
 from xgpt.core.errors import InputError
 from xgpt.core.load import Growth, LogLoad
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding.load import of_log
+from xgpt.deciding.phrases import kept_in_words
 
 
 def a_day(count: int = 20_000, begin_s: float | None = 1_772_582_400.0) -> TraceLengths:
@@ -46,6 +48,9 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert ratios[0] == pytest.approx(longer[first:last].mean() / longer.mean()) and 0.9 < ratios[1] < 1.1
     is_kept = np.random.default_rng(0).random(20_000) < 0.992
     assert (load.kept(is_kept).worst_share or 1) < 0.985 and load.kept(is_kept).holds(0.99), "chance is no verdict"
+    told, fewer = (of_log(load, load.kept(is_kept), share) for share in (0.99, 0.5))
+    assert told.holds and kept_in_words(told).endswith(", which may be chance)"), "98.2% looked like a broken bound"
+    assert fewer.holds and "chance" not in kept_in_words(fewer)
     assert sum(share is not None for share in kept.by_window) >= 90
     assert load.kept(np.zeros(20_000, bool)).worst == load.busiest, "of equal windows, the night was worst"
 
