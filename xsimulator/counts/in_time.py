@@ -15,10 +15,11 @@ from xgpt.core.policies.in_time import UNCUT_TOKENS, FirstTokens
 from xsimulator.counts.arrivals import NONE, Array, Stream
 from xsimulator.counts.compiled import helper
 
-WAITING, TAKEN, IN_ORDER, PAUSED, ORDERED, STOPPED_AT = range(6)
-"""Indices of `InTime.counts`: numbers of waiting requests and of requests that have arrived, whether an overdue request
-may enter next, number of prompts that must pause, whether the next request enters in order, and the number of steps
-begun when the requests that end with the running step were last left out of the next one.
+FIRST, LIVE, END, TAKEN, IN_ORDER, PAUSED, ORDERED, STOPPED_AT = range(8)
+"""Indices of `InTime.counts`: places in `waiting` of the oldest request, of the oldest one that is not overdue, and
+behind the youngest one; number of requests that have arrived, whether an overdue request may enter next, number of
+prompts that must pause, whether the next request enters in order, and the number of steps begun when the requests that
+end with the running step were last left out of the next one.
 """
 UNLIMITED = np.iinfo(np.int64).max
 
@@ -31,7 +32,7 @@ class InTime(NamedTuple):
         latest_ns: for each request, the latest time at which its prefill can begin and be in time. # [requests]
         tokens, tokens_s, prompts, prompts_s: points and seconds of the step times.
         decode_s, context_s: seconds of attention for a decoding request, and for a token of context.
-        waiting: waiting requests in order of arrival, then zeros. # [requests]
+        waiting: from `FIRST` to `END`, waiting requests in order of arrival. # [requests]
         gives_way: whether each request is deferred. # [requests]
         jobs, took_ns, kept: scratch memory for `plan`. # [requests] each
     """
@@ -59,7 +60,7 @@ class InTime(NamedTuple):
         arrivals, inputs = np.asarray(stream.arrivals_ns, np.int64), np.asarray(stream.inputs, np.int64)
         lengths, where = np.unique(inputs, return_inverse=True)
         prompts_ns = np.asarray([first.clock.prompt_ns(length) for length in lengths.tolist()], np.int64)
-        size, counts = len(inputs), np.zeros(6, np.int64)
+        size, counts = len(inputs), np.zeros(8, np.int64)
         counts[IN_ORDER] = 1
         return cls(
             first.ttft_ns,
@@ -83,7 +84,7 @@ class InTime(NamedTuple):
 
 _NO_TOKENS, _NO_S = np.zeros(1, np.int64), np.zeros(1)
 NOT_IN_TIME = InTime(
-    *(0, 0, 0, 0.0, 0.0, _NO_TOKENS, _NO_TOKENS, _NO_S, _NO_TOKENS, _NO_S, np.zeros(6, np.int64), _NO_TOKENS),
+    *(0, 0, 0, 0.0, 0.0, _NO_TOKENS, _NO_TOKENS, _NO_S, _NO_TOKENS, _NO_S, np.zeros(8, np.int64), _NO_TOKENS),
     *(np.zeros(1, bool), _NO_TOKENS, _NO_S, _NO_TOKENS),
 )
 """For runs in other orders."""
@@ -104,9 +105,9 @@ def plan(s, lane, batch, it):
     """Decide which prompts are deferred, and which of the begun prompts must pause in the next step."""
     counts = it.counts
     while counts[TAKEN] < lane.tail:
-        it.waiting[counts[WAITING]] = counts[TAKEN]
+        it.waiting[counts[END]] = counts[TAKEN]
         counts[TAKEN] += 1
-        counts[WAITING] += 1
+        counts[END] += 1
     num_jobs = 0
     for i in range(len(s.batches)):
         id_ = s.batches[i].first
@@ -119,12 +120,14 @@ def plan(s, lane, batch, it):
             num_jobs += 1
             id_ = s.requests[id_].after
     token_ns, now_ns = _token_ns(s, lane, batch, it), lane.now_ns
-    end_ns, num_kept, begun, place = float(now_ns), 0, 0, 0
+    while counts[LIVE] < counts[END] and s.requests[it.waiting[counts[LIVE]]].arrival_ns + it.ttft_ns < now_ns:
+        it.gives_way[it.waiting[counts[LIVE]]] = True
+        counts[LIVE] += 1
+    end_ns, num_kept, begun, place = float(now_ns), 0, 0, counts[LIVE]
     first_due_ns = UNLIMITED
-    while begun < num_jobs or place < counts[WAITING]:
+    while begun < num_jobs or place < counts[END]:
         if begun < num_jobs and (
-            place == counts[WAITING]
-            or s.requests[it.jobs[begun]].arrival_ns <= s.requests[it.waiting[place]].arrival_ns
+            place == counts[END] or s.requests[it.jobs[begun]].arrival_ns <= s.requests[it.waiting[place]].arrival_ns
         ):
             id_ = it.jobs[begun]
             begun += 1
@@ -156,7 +159,7 @@ def plan(s, lane, batch, it):
             num_kept -= 1
             it.kept[longest], it.took_ns[longest] = it.kept[num_kept], it.took_ns[num_kept]
         end_ns += took_ns
-    for i in range(counts[WAITING]):
+    for i in range(counts[LIVE], counts[END]):
         if not it.gives_way[it.waiting[i]]:
             first_due_ns = s.requests[it.waiting[i]].arrival_ns + it.ttft_ns
             break
@@ -197,12 +200,12 @@ def _token_ns(s, lane, batch, it):
 @helper
 def next_in_time(s, lane, it):
     counts = it.counts
-    if not counts[WAITING]:
+    if counts[FIRST] == counts[END]:
         return NONE
-    oldest = it.waiting[0]
+    oldest = it.waiting[counts[FIRST]]
     counts[ORDERED] = not (counts[IN_ORDER] and s.requests[oldest].arrival_ns < lane.now_ns - it.patience_ns)
     if counts[ORDERED]:
-        for i in range(counts[WAITING]):
+        for i in range(counts[LIVE], counts[END]):
             if not it.gives_way[it.waiting[i]]:
                 return it.waiting[i]
     return oldest
@@ -210,11 +213,16 @@ def next_in_time(s, lane, it):
 
 @helper
 def enter_in_time(it, id_):
-    counts, place = it.counts, 0
-    while it.waiting[place] != id_:
-        place += 1
-    counts[WAITING] -= 1
-    for i in range(place, counts[WAITING]):
-        it.waiting[i] = it.waiting[i + 1]
+    counts = it.counts
+    if it.waiting[counts[FIRST]] == id_:
+        counts[FIRST] += 1
+        counts[LIVE] = max(counts[LIVE], counts[FIRST])
+    else:
+        place = counts[LIVE]
+        while it.waiting[place] != id_:
+            place += 1
+        counts[END] -= 1
+        for i in range(place, counts[END]):
+            it.waiting[i] = it.waiting[i + 1]
     counts[IN_ORDER] = counts[ORDERED]
     it.gives_way[id_] = False
