@@ -154,9 +154,11 @@ def recommend(
         for role, plan, of in roles:
             if plan is not None and (several := enough(plan, of, load, wanted)) is not None:
                 copies.append((role, plan, several))
-    copied = min(copies, key=lambda each: each[2].rank(wanted), default=None)
-    if copied is not None and held is not None and held.holds and (copied[2].confidence or 0.0) < wanted:
-        copied = None
+    fewest = min(copies, key=lambda each: each[2].rank(wanted), default=None)
+    if fewest is not None and held is not None and held.holds and (fewest[2].confidence or 0.0) < wanted:
+        fewest = None
+    nothing: tuple[Copied, Plan, Copies | None] = ("best", best, None)
+    copied, copied_plan, enough_copies = fewest or nothing
     return Recommendation(
         action=action,
         model=best.model.name,
@@ -175,15 +177,15 @@ def recommend(
         runner_up_gain=None
         if next_best is None or now is None or next_best is now
         else gain_of(next_best, now, varied.get(next_best.policy.kind if beside is None else name_of(beside))),
-        steady=offered(copied[1]) if copied is not None and copied[0] == "steady" else None,
+        steady=offered(copied_plan) if copied == "steady" else None,
         with_more_work=more,
         sizes=tuple(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
         ),
-        would_hold=None if copied is None else copied[2].num_devices,
-        would_hold_confidence=None if copied is None else copied[2].confidence,
+        would_hold=None if enough_copies is None else enough_copies.num_devices,
+        would_hold_confidence=None if enough_copies is None else enough_copies.confidence,
         alone_share=load.alone(*shown) if load is not None and not rate_of(best) else None,
-        would_hold_of="best" if copied is None else copied[0],
+        would_hold_of=copied,
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
         limit_devices=searched if searched is not None and searched > best.num_devices else None,

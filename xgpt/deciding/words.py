@@ -145,8 +145,7 @@ def _sentences(
             high = best.rate_per_s.high or 0.0  # steps may be faster than predicted, and the ceiling rises with them
             when = " at the predicted step times" if high > found.limit_per_s else ""
             text = f"no schedule {what} exceeds {most:.3g}/s"
-            is_near = found.limit_gap <= FAR and not lost
-            yield CEILING, f"{gap}{where}: {text}{when}." if is_near else f"N{text[1:]}{where}{when}."
+            yield CEILING, f"{gap}{where}: {text}{when}." if _is_near(found) else f"N{text[1:]}{where}{when}."
         else:
             here = f"serves over {most:.3g}/s at saturation, this one {found.saturated_per_s:.3g}"
             yield CEILING, f"{gap}{where}: no schedule {what} {here}."
@@ -166,6 +165,11 @@ def _gap(found: Recommendation) -> str:
     return f"Within {100 * gap:.1f}% of optimal" if gap >= 0.0005 else "Optimal"
 
 
+def _is_near(found: Recommendation) -> bool:
+    load = found.best.at_load
+    return found.limit_gap is not None and found.limit_gap <= FAR and (load is None or load.holds)
+
+
 def _where_searched(found: Recommendation) -> str:
     number = found.limit_devices or found.best.num_devices
     return f" on {'up to ' if found.limit_devices else ''}{number} devices" if number > 1 else ""
@@ -175,10 +179,8 @@ def _with_gap(text: str, found: Recommendation, width: int) -> str:
     """Return the sentence on what the best plan keeps with how near this is to the best possible, if it is near, and if
     the sentence takes no further line.
     """
-    load = found.best.at_load
     is_known = found.limit_per_s is not None and found.saturated_per_s is None and found.action != "keep"
-    is_near = found.limit_gap is not None and found.limit_gap <= FAR and (load is None or load.holds)
-    if not text.startswith("Keeps ") or not is_known or not is_near:
+    if not text.startswith("Keeps ") or not is_known or not _is_near(found):
         return text
     of = "" if found.with_more_work is None else " for the engine by itself"
     where = _where_searched(found) if found.limit_devices else ""
@@ -332,7 +334,7 @@ def _is_surer(load: AtLoad | None, than: AtLoad | None) -> bool:
     return load is not None and than is not None and (load.confidence or 0.0) > (than.confidence or 0.0)
 
 
-def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...] = ()) -> str:
+def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...]) -> str:
     """Return what another candidate keeps of the user's load, in a few words."""
     if load is None:
         return ""

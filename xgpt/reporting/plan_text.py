@@ -37,7 +37,7 @@ def settings_text(plan: Plan) -> str:
         if of_rule is not None:
             texts += [f"{name} {value:g}" for name, value in of_rule]
     if isinstance(policy, ChunkedSettings) and policy.microbatches > 1:
-        texts[0] += f" ({policy.token_budget // policy.microbatches} a step)"
+        texts[0] += f" ({policy.step_budget} a step)"
     texts += [f"{name} {value}" for name in policy.steadying if (value := getattr(policy, name))]
     if plan.admission.order == "in-time":
         texts.append("in-time")
@@ -367,9 +367,8 @@ def schedule_in_words(plan: Plan) -> str:
                 f"{_count(policy.max_batch, 'request')} at once"
             )
         case "chunked":
-            step = policy.token_budget // policy.microbatches
             return (
-                f"every step decodes running requests and adds prompt tokens up to a total of {step}; "
+                f"every step decodes running requests and adds prompt tokens up to a total of {policy.step_budget}; "
                 f"at most {_count(policy.max_batch, 'request')} at once"
             )
         case "static":

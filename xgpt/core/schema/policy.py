@@ -155,6 +155,11 @@ class ChunkedSettings(SingleLane):
     """Limit on prompt tokens by the slack of running requests. None means that `token_budget` limits them."""
 
     @property
+    def step_budget(self) -> int:
+        """Largest number of tokens in a step of one micro-batch."""
+        return self.token_budget // self.microbatches
+
+    @property
     def most_running(self) -> int:
         """Largest number of running requests under vLLM's own scheduler (`--max-num-seqs`)."""
         return int(min(self.max_batch, most_running(self.token_budget, self.microbatches)))
