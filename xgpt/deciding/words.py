@@ -320,6 +320,8 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
     if offer == found.now:
         return f"{start}: what runs now."
     gain, load = found.runner_up_gain, offer.at_load
+    if offer.num_devices != found.best.num_devices:
+        offer = offer.but(cluster=offer.cluster or next((each.name for each in found.clusters if not each.why_not), ""))
     text = f"{start}: {_in_short(offer, found.best)}".removesuffix(":")
     if gain is not None and gain.factor is not None and (load is None or load.holds or load.share_kept is None):
         text += f", {gain.factor.value:.2f} times yours"

@@ -89,6 +89,7 @@ def answers() -> list[Recommendation]:
     ):
         is_lost = load is not None and not load.holds
         best, other = offer(load, unverified, count=count), offer(load, (), "2 replicas of TP4")
+        other = other.but(num_devices=8 if clusters else 6)
         is_sure = load is None or (load.holds and load is not UNSURE)
         gain = Gain(
             unit="requests/s within the bounds", now=6.58, then=8.81, factor=Ranged(value=1.34, low=1.1, high=2)
@@ -135,6 +136,15 @@ def test_a_rate_of_all_lengths_stands_beside_why_a_window_is_lost() -> None:
     assert "77.34% in the worst window (+12:00 to +12:15, prompts 1.17 times as long)." in text
     text = " ".join(" ".join(words.told(ANSWER, explained=False)).split())
     assert "97.06% in the worst window (+12:00 to +12:15)." in text
+
+
+def test_another_plan_names_the_chosen_cluster() -> None:
+    """It was "on 4 at 22 an hour", beside four clusters."""
+    other = offer(HELD, (), "2 replicas of TP4").but(num_devices=8, cost_per_hour=22.0)
+    for name, cluster in ((CLUSTERS[0].name, ""), ("b200x8", "b200x8")):
+        found = ANSWER.but(clusters=CLUSTERS, runner_up=other.but(cluster=cluster))
+        text = " ".join(" ".join(words.told(found, explained=True)).split())
+        assert f"2 replicas of TP4 on 8 of {name} at 22 an hour" in text
 
 
 def test_a_verified_plan_that_fails_in_a_window_is_said_to() -> None:
