@@ -387,8 +387,8 @@ def simulate(
         if request.workload is None or not named or arrivals is not None:
             raise InputError("own_times", True, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
         lengths = workload_of(request.workload, plan.model, request.growth)
-        log = read_lengths(Path(str(request.workload))).since(request.since_s)
-        load = LogLoad.of(lengths.name, log, request.growth)
+        log = read_lengths(Path(str(request.workload)))
+        load = LogLoad.of(lengths.name, log, request.growth).part(request.since_s)
         return simulate_log(plan, profile, lengths, load, num_requests, keep_steps=keep_steps, rule=rule)
     return run_simulation(
         plan,

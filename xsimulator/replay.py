@@ -92,10 +92,10 @@ def simulate_log(
     run = _by_counts(plan, profile, workload, parts, count) if is_long else None
     if run is None:
         run = _by_steps(plan, profile, workload, parts, count, rule)
+    run, load = replace(run, load=load.part(count=count)), load.part(count=count)
     if run.times is None or not plan.constraint.bounds_latency:
         return run
-    load = replace(load, requests=load.requests.take(np.arange(count)))
-    return replace(run, windows=load.kept(run.times.excess(plan.constraint.all_bounds) <= 1), load=load)
+    return replace(run, windows=load.kept(run.times.excess(plan.constraint.all_bounds) <= 1))
 
 
 Parts = list[tuple[Ints, TraceLengths]]

@@ -86,7 +86,10 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert plan.recommendation.best.rate_per_s.value == rate_of(plan)
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the figures cover only the first 50 of 500 requests; --requests all replays" in ran.err
+    assert "note: the figures cover only the first 50 of 500 requests; --requests all replays all of these" in ran.err
+    ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--since", "125", "--requests", "50")
+    assert "first 50 of 250 requests after --since 125; --requests all replays all of these" in ran.err
+    assert "at its busiest (+0:02 to +0:03)" in ran.out, "windows began at +0:00"
     assert "requests/s" in ran.out and "bound" in ran.out and "_" not in ran.out, "words and bounds, no fields' names"
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")

@@ -22,11 +22,11 @@ from xgpt.deciding.load import of_log
 from xgpt.deciding.recommend import name_of, offer_of
 from xgpt.reporting import plan_text
 from xgpt.reporting.plan_text import settings_text
-from xgpt.resolve import load_trace
 from xgpt.sessions import SimulatedSessions
 from xprofiler.others import differences
 
 if TYPE_CHECKING:
+    from xgpt.core.load import LogLoad
     from xgpt.solving import Planned
 
 
@@ -170,8 +170,8 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
         return
     if file is not None:
         write(file, run.chrome_trace())
-    if asked["own_times"]:
-        _tell_share(asked)
+    if run.load is not None:
+        _tell_share(run.load, asked["since_s"])
     kept = None
     if run.load is not None and run.windows is not None and run.windows.worst is not None:
         kept = of_log(run.load, run.windows, run.plan.constraint.quantile)
@@ -191,14 +191,12 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
             )
 
 
-def _tell_share(asked: dict[str, Any]) -> None:
-    trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests")
-    if trace is None or num_requests in (None, "all"):
-        return
-    count = len(trace.since(asked["since_s"]).input)
-    if count > num_requests:
-        share = f"only the first {num_requests} of {count} requests"
-        click.echo(f"note: the figures cover {share}; --requests all replays the whole trace", err=True)
+def _tell_share(part: LogLoad, since_s: float) -> None:
+    whole, number = (part.whole or part).part(since_s), len(part.requests.input)
+    if (count := len(whole.requests.input)) > number:
+        after = f" after --since {since_s:g}" if since_s else ""
+        text = f"only the first {number:,} of {count:,} requests{after}; --requests all replays all of these"
+        click.echo(f"note: the figures cover {text}", err=True)
 
 
 def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -157,13 +157,17 @@ class LogLoad:
 
     Attributes:
         requests: the log's requests, as they are or grown.
-        log: the requests before they have grown. None means that they have not.
+        log: the whole log's requests before they have grown.
+        whole: the load of which this is a part. None means that it is whole.
+        since_s: time of the part's first request, from the whole load's first.
     """
 
     name: str
     requests: TraceLengths
-    growth: Growth = NO_GROWTH
-    log: TraceLengths | None = None
+    growth: Growth
+    log: TraceLengths
+    whole: LogLoad | None = None
+    since_s: float = 0.0
 
     @classmethod
     def of(cls, name: str, log: TraceLengths, growth: Growth = NO_GROWTH) -> LogLoad:
@@ -176,6 +180,17 @@ class LogLoad:
             raise InputError("rate", f"x{growth.rate:g}", f"{name} has no times, so it has no rate: leave it out")
         log = log._replace(sessions=None)
         return cls(name, growth.trace(log), growth, log)
+
+    def part(self, since_s: float = 0.0, count: int | None = None) -> LogLoad:
+        """Return the load of at most `count` requests from a time on. It has the windows of the whole load, so that the
+        same requests are judged alike however much of a log is replayed.
+        """
+        requests = self.requests.since(since_s)
+        skipped = len(self.requests.input) - len(requests.input)
+        if self.requests.timestamp_s is not None:
+            since_s = self.since_s + float(self.requests.timestamp_s[skipped])
+        requests = requests.take(np.arange(len(requests.input))[:count])
+        return replace(self, requests=requests, whole=self.whole or self, since_s=since_s)
 
     @property
     def seconds(self) -> float:
@@ -195,9 +210,8 @@ class LogLoad:
         times = self.requests.timestamp_s
         if times is None or not self.seconds > 0:
             return ()
-        mean_s = max(self.seconds / MOST_WINDOWS, LEAST_MEAN * self.seconds / len(times))
-        length = next((each for each in WINDOWS_S if each >= mean_s), WINDOWS_S[-1])
-        before_s = 0.0 if self.requests.begin_s is None else self.requests.begin_s % length
+        length = (self.whole or self)._window_s
+        before_s = (self.since_s if self.requests.begin_s is None else self.requests.begin_s) % length
         edges = np.arange(-before_s, self.seconds + length, length) + 0.0
         if len(edges) > 2 and edges[-2] >= self.seconds:
             edges = edges[:-1]
@@ -209,14 +223,20 @@ class LogLoad:
             for edge, (start, end, first, last) in zip(edges.tolist(), parts, strict=False)
         )
 
+    @property
+    def _window_s(self) -> float:
+        mean_s = max(self.seconds / MOST_WINDOWS, LEAST_MEAN * self.seconds / len(self.requests.input))
+        return next((each for each in WINDOWS_S if each >= mean_s), WINDOWS_S[-1])
+
     def _named(self, edge_s: float, length: float) -> str:
         if self.requests.begin_s is None:
-            return f"+{clock(abs(edge_s), length)} to +{clock(edge_s + length, length)}"
+            start_s = self.since_s + edge_s
+            return f"+{clock(start_s, length)} to +{clock(start_s + length, length)}"
         begin, end = (
             datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
             for at_s in (edge_s, edge_s + length)
         )
-        day = f"{begin:%b} {begin.day}, " if self.seconds > 86_400 else ""
+        day = f"{begin:%b} {begin.day}, " if (self.whole or self).seconds > 86_400 else ""
         form = "%H:%M" if length >= 60 else "%H:%M:%S"
         return f"{day}{begin:{form}} to {end:{form}}"
 
@@ -230,16 +250,17 @@ class LogLoad:
         """The rate of the log's busiest minute times its growth, by which bursts within longer windows show. Copies
         arrive within a minute of what they copy, which would flatten it.
         """
-        times = (self.log or self.requests).timestamp_s
+        times = self.log.timestamp_s
         if times is None or self.busiest is None or self.busiest.seconds <= 60:
             return None
+        first, end = np.searchsorted(times, (self.since_s, self.since_s + self.seconds + 1e-6))
+        times = times[first:end]
         return self.growth.rate * float(np.bincount((times // 60).astype(int)).max()) / 60
 
     def longer_in(self, window: Window) -> tuple[float, float]:
         """Return the mean input and output lengths of a window's requests, divided by those of the whole load."""
-        part = slice(window.first, window.end)
-        inputs, outputs = (np.mean(each[part]) / np.mean(each) for each in (self.requests.input, self.requests.output))
-        return float(inputs), float(outputs)
+        part, (own, all_) = slice(window.first, window.end), (self.requests, (self.whole or self).requests)
+        return float(own.input[part].mean() / all_.input.mean()), float(own.output[part].mean() / all_.output.mean())
 
     def kept(self, is_kept: NDArray[np.bool_]) -> KeptByWindow:
         """See `kept_in`."""

@@ -81,6 +81,26 @@ def test_what_has_no_times_has_no_windows_and_no_rate() -> None:
 
 def test_a_later_part_of_a_log_keeps_its_time_of_day() -> None:
     """Windows of `simulate --since 43200` began at 00:00 for a log that begins at midnight."""
-    afternoon = LogLoad.of("day", a_day().since(43_200))
+    afternoon = LogLoad.of("day", a_day()).part(43_200)
     first, last = afternoon.windows[0].name, afternoon.windows[-1].name
-    assert first.startswith(("11:5", "12:0")) and last.endswith(("23:55", "00:00"))
+    assert first == "12:00 to 12:15" and last.endswith(("23:45", "00:00"))
+
+
+@pytest.mark.parametrize("begin_s", [None, 1_772_582_400.0])
+def test_a_part_of_a_log_is_judged_by_the_windows_of_the_whole(begin_s: float | None) -> None:
+    """A plan held a quarter of an hour of a day but, if only this was replayed, not each 15 s of it."""
+    day = LogLoad.of("day", a_day(begin_s=begin_s))
+    hour = {window.name: window for window in day.windows[48:52]}
+    first, last = day.windows[48], day.windows[51]
+    part = day.part(first.start_s).part(count=last.end - first.first)
+    assert [window.name for window in part.windows] == list(hour)
+    is_kept = np.random.default_rng(0).random(20_000) < 0.9
+    shares = dict(zip((window.name for window in day.windows), day.kept(is_kept).by_window, strict=True))
+    assert part.kept(is_kept[first.first : last.end]).by_window == tuple(shares[name] for name in hour)
+    for window in part.windows:
+        assert part.longer_in(window) == day.longer_in(hour[window.name])
+    assert (part.minute_per_s or 0) < 1.5 * (part.busiest or first).rate_per_s, "a minute of another hour"
+    within = part.part(part.seconds / 8, 100)
+    assert [window.name for window in within.windows] == [first.name], "too few requests for shorter windows"
+    grown = LogLoad.of("day", a_day(begin_s=begin_s), Growth(2.0)).part(first.start_s)
+    assert grown.minute_per_s == 2 * (day.part(first.start_s).minute_per_s or 0)
