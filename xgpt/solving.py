@@ -35,7 +35,7 @@ from xscheduler.fleet.day_load import Day, cut, read_day
 from xscheduler.fleet.following import LOOK_S, FollowedFleet, simulate_day
 from xscheduler.fleet.planning import FleetCluster, FleetModel, kept_by_interval, plan_day, share_kept
 from xscheduler.fleet.replica_kinds import Candidate
-from xscheduler.fleet.scaling import Follower
+from xscheduler.fleet.scaling import Follower, Scaling
 from xscheduler.found import Found
 from xscheduler.objectives.best_plans import check_held, found_each
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities, with_capacity
@@ -497,8 +497,11 @@ def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
     model = FleetModel(
         day, cut(day, fleet.interval_s), tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)
     )
-    first = fleet.intervals[0].replicas
-    done = simulate_day(fleet, day.requests, day.seconds, Follower(fleet), LOOK_S, first)
+    has_schedule, later_s = Scaling(fleet).has_schedule, 0.0
+    if has_schedule and day.begin_s is not None and fleet.begin_s is not None:
+        later_s = (day.begin_s - fleet.begin_s) % 86_400
+    first = fleet.interval_at(later_s).replicas
+    done = simulate_day(fleet, day.requests, day.seconds, Follower(fleet), LOOK_S, first, later_s)
     times = model.simulate_replicas(done.replicas)
     within = kept_by_interval(model, times, fleet.interval_s)
-    return FollowedFleet(fleet, done, len(day.requests), share_kept(model, times), within)
+    return FollowedFleet(fleet, done, len(day.requests), share_kept(model, times), within, has_schedule)

@@ -510,9 +510,9 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     if unknown := unverified_kinds(fleet):
         yield unknown
     yield (
-        f"proof: even a fleet of these replicas that knew the whole day in advance would cost at most {gap:.2f}% less; "
-        f"if starting and stopping them took no time and cost nothing, it would still cost {fleet.least_cost:.4g}"
-        + ("" if fleet.is_priced else " device-hours")
+        f"proof: no fleet of these replicas whose arrivals/s come to {fleet.load_factor:.2f} times the load in each "
+        f"interval costs over {gap:.2f}% less; if starting and stopping them took no time and cost nothing, it would "
+        f"still cost {fleet.least_cost:.4g}" + ("" if fleet.is_priced else " device-hours")
     )
     yield f"the cheapest constant fleet of them costs {100 * over:.0f}% more"
     yield (

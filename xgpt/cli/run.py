@@ -210,10 +210,15 @@ def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
     if within.worst is not None and within.worst_share is not None and within.worst_share < 1:
         kept += f", {phrases.percent(within.worst_share)} in the worst interval ({within.worst.name})"
     in_each = " in each, but for chance" if fleet.slo_window == "interval" else ""
-    said = [f"The rule keeps the bounds for {kept}; {100 * fleet.constraint.quantile:g}% must{in_each}."]
+    followers = "schedule of fleet.json and the rule keep" if followed.has_schedule else "rule alone keeps"
+    said = [f"The {followers} the bounds for {kept}; {100 * fleet.constraint.quantile:g}% must{in_each}."]
+    if not followed.has_schedule:
+        said.append("The fleet has no schedule, since its load is not a day long.")
     if not followed.holds:
-        follows = "it follows the number of requests, not their lengths"
-        said.append(f"Too few: {follows}; if these differ, plan a fleet for this day.")
+        then = (
+            "; if these differ, plan a fleet for this day" if followed.has_schedule else ", once replicas have started"
+        )
+        said.append(f"Too few: the rule follows the number of requests, not their lengths{then}.")
     click.echo("\n".join(line for text in said for line in phrases.wrapped(text)))
     rows = [
         ["share within the bounds less the headroom", phrases.percent(followed.share_kept)],

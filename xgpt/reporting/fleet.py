@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
 
 
-IN_EACH = {"interval": ", and for more in intervals that would break them", "day": ""}
+IN_EACH = {"interval": ", and for more in intervals that would break them, but for chance", "day": ""}
 """What follows on the load for which a fleet is planned, by `FleetPlan.slo_window`."""
 
 
@@ -37,9 +37,9 @@ def fleet_report(fleet: FleetPlan) -> str:
         costs=costs_rows(fleet),
         kinds=kinds_rows(fleet),
         proof=(
-            f"{fleet.num_requests:,} requests simulated. {planned_for(fleet)}. Even if starts and stops were free and "
-            "immediate, no fleet of these replicas would cost less than "
-            f"{fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
+            f"{fleet.num_requests:,} requests simulated. {planned_for(fleet)}. The gap is to the cheapest fleet of "
+            f"these replicas for {fleet.load_factor:.2f} times the load in each interval. If starts and stops were "
+            f"free and immediate, that would cost {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
             + (f" {unknown[0].upper()}{unknown[1:]}." if (unknown := unverified_kinds(fleet)) else "")
         ),
     )
@@ -51,8 +51,7 @@ def planned_for(fleet: FleetPlan) -> str:
     spare = f" with {100 * margin:.3g}% to spare" if margin else ""
     return (
         f"Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
-        f"{100 * fleet.constraint.quantile:g}% of the requests keep the bounds{spare}{IN_EACH[fleet.slo_window]}, "
-        "but for chance"
+        f"{100 * fleet.constraint.quantile:g}% of the requests keep the bounds{spare}{IN_EACH[fleet.slo_window]}"
     )
 
 

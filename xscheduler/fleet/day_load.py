@@ -45,9 +45,16 @@ class DaySpec(Frozen):
 
 @dataclass(frozen=True)
 class Day:
+    """A day's requests.
+
+    Attributes:
+        begin_s: when it begins, in seconds since 1970, or None if not known.
+    """
+
     name: str
     requests: Requests
     seconds: float
+    begin_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def read_day(path: Path, seed: int = 0, growth: Growth = NO_GROWTH) -> Day:
     if trace.timestamp_s is None:
         raise InputError("trace", str(path), "a day's requests need their times: add a column or field `timestamp`")
     requests = Requests(trace.input, trace.output, trace.timestamp_s)
-    return Day(path.stem, requests, max(float(trace.timestamp_s[-1]), 1.0))
+    return Day(path.stem, requests, max(float(trace.timestamp_s[-1]), 1.0), trace.begin_s)
 
 
 def _drawn(spec: DaySpec, growth: Growth, rng: np.random.Generator) -> Day:

@@ -60,7 +60,7 @@ LOOK_S = 15.0
 
 @dataclass(frozen=True)
 class FollowedFleet:
-    """The result of a day on which a fleet followed a rule.
+    """The result of a day on which a fleet followed its schedule, if it has one, and the rule.
 
     Attributes:
         share_kept: share of requests that keep the bounds less the headroom.
@@ -72,6 +72,7 @@ class FollowedFleet:
     num_requests: int
     share_kept: float
     within: KeptByWindow
+    has_schedule: bool = True
 
     @property
     def holds(self) -> bool:
@@ -89,6 +90,7 @@ class FollowedFleet:
             "worst_interval": None if worst is None else worst.name,
             "worst_share_within": self.within.worst_share,
             "holds": self.holds,
+            "has_schedule": self.has_schedule,
             "device_hours": self.day.device_hours,
             "replicas": len(self.day.replicas),
             **({"cost": self.day.cost} if self.fleet.is_priced else {}),
@@ -96,11 +98,20 @@ class FollowedFleet:
 
 
 def simulate_day(
-    fleet: FleetPlan, requests: Requests, seconds: float, recommend: Recommend, look_s: float, first: Sequence[int]
+    fleet: FleetPlan,
+    requests: Requests,
+    seconds: float,
+    recommend: Recommend,
+    look_s: float,
+    first: Sequence[int],
+    later_s: float = 0.0,
 ) -> FollowedDay:
     """Return the replicas of a day on which the fleet follows the recommendation at every sample of the load.
 
     Waiting requests are modelled as a fluid queue, to which arrivals beyond the capacity of ready replicas are added.
+
+    Args:
+        later_s: how much later than the fleet's day this one begins, by the clock.
     """
     all_: list[_SimulatedReplica] = [
         _SimulatedReplica(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)
@@ -110,12 +121,12 @@ def simulate_day(
     edges = np.searchsorted(requests.arrivals_s, look_s * np.arange(count + 1))
     for i in range(1, count + 1):
         now_s, arrived = i * look_s, int(edges[i] - edges[i - 1])
-        group = fleet.interval_at(now_s).lengths
+        group = fleet.interval_at(later_s + now_s).lengths
         serving = [one.kind for one in all_ if one.ready_s <= now_s < one.leaves_s]
         capacity = sum(fleet.kinds[kind].rates_per_s[group] for kind in serving)
         waiting = max(0.0, waiting + arrived - capacity * look_s)
         ready = tuple(serving.count(kind) for kind in range(len(fleet.kinds)))
-        found = recommend(LoadSample(now_s, look_s, arrived, waiting, ready))
+        found = recommend(LoadSample(later_s + now_s, look_s, arrived, waiting, ready))
         kept.append((now_s, len(serving), found.need_per_s))
         _follow(fleet, all_, found.replicas, now_s)
     return FollowedDay(_served(all_), *_spent(fleet, all_, seconds), tuple(kept))

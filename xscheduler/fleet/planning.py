@@ -114,6 +114,8 @@ def plan_day(
     constraint = found[0].kind.plan.constraint
     factor, solution, times = _settled(model, problem, solution, constraint.quantile, interval_s)
     problem = replace(problem, needs=factor * intervals.peaks)
+    # What follows raises the load where requests would be late: of those loads, an optimum would be no bound.
+    optimum, least_cost = (1 - solution.gap) * solution.cost, float(least_costs(problem).sum())
     if slo_window == "interval":
         problem, solution, times = _repaired(model, problem, solution, times, interval_s)
     constant = solve_constant(problem)
@@ -123,6 +125,7 @@ def plan_day(
         constraint=constraint,
         interval_s=interval_s,
         day_s=_day_s(day.seconds, len(intervals.seconds) * interval_s, interval_s),
+        begin_s=day.begin_s,
         least_stay_s=least_stay_s,
         least_replicas=least_replicas,
         load_factor=factor,
@@ -135,8 +138,8 @@ def plan_day(
             replicas=tuple(constant.replicas[0].tolist()),
             figures=figures_of(model, problem, constant.replicas, constant_times),
         ),
-        least_cost=float(least_costs(problem).sum()),
-        gap=solution.gap,
+        least_cost=least_cost,
+        gap=max(0.0, 1 - optimum / solution.cost) if solution.cost else 0.0,
         num_requests=len(day.requests),
         planning_s=round(planning_s, 3),
         verifying_s=round(time.perf_counter() - started - planning_s, 3),
@@ -272,7 +275,7 @@ def kept_by_interval(model: FleetModel, times: RequestTimes, interval_s: float) 
     edges = np.searchsorted(intervals.of_requests, np.arange(len(intervals.seconds) + 1)).tolist()
     windows = [
         Window(
-            f"{clock(interval_s * i, interval_s)} to {clock(interval_s * (i + 1), interval_s)}",
+            f"+{clock(interval_s * i, interval_s)} to +{clock(interval_s * (i + 1), interval_s)}",
             interval_s * i,
             float(intervals.seconds[i]),
             first,

@@ -29,12 +29,14 @@ class Scaling:
     Attributes:
         rates: for each kind, the rate that a replica holds for the day's mix of lengths, requests/s. The schedule has
             the replicas that times of heavier lengths need. # [kinds]
+        has_schedule: whether the planned load repeats daily. If not, only the rule scales.
         factor: factor on the load: the fleet's load factor, but at least 1.
         least, most: for each kind, its smallest and largest planned number of replicas. # [kinds]
     """
 
     def __init__(self, fleet: FleetPlan) -> None:
         self.fleet = fleet
+        self.has_schedule = abs(fleet.edges_s[-1] - 60 * DAY_MIN) <= fleet.interval_s
         self.factor = max(1.0, fleet.load_factor)
         self.rates = tuple(_mixed(kind.rates_per_s, fleet) for kind in fleet.kinds)
         counts = np.asarray([interval.replicas for interval in fleet.intervals])
@@ -45,18 +47,19 @@ class Scaling:
         )
 
     def scheduled(self, kind: int, now_s: float) -> int:
-        """Return the number of replicas that must run now, so that those planned within a start's time serve then."""
+        """Return the number of replicas that must run now, so that those planned within a start's time serve then.
+        Without a schedule, it is the least planned one.
+        """
+        if not self.has_schedule:
+            return self.least[kind]
         step_s, lead_s = self.fleet.interval_s, self.fleet.kinds[kind].start_s
         times = [*np.arange(now_s, now_s + lead_s, step_s).tolist(), now_s + lead_s]
         return max(self.fleet.interval_at(time_s).replicas[kind] for time_s in times)
 
     def spans(self, kind: int) -> Iterator[tuple[int, int, int]]:
-        """Return the minutes (begin, end) of a day with more than the least number of replicas, and this number. A load
-        that does not repeat daily has none.
-        """
-        if abs(self.fleet.edges_s[-1] - 60 * DAY_MIN) > self.fleet.interval_s:
-            return
-        minutes = groupby(range(DAY_MIN), lambda minute: self.scheduled(kind, 60.0 * minute))
+        """Return the minutes (begin, end) of a UTC day with more than the least number of replicas, and this number."""
+        begin_s = (self.fleet.begin_s or 0.0) % (60 * DAY_MIN)
+        minutes = groupby(range(DAY_MIN), lambda minute: self.scheduled(kind, 60.0 * minute - begin_s))
         for count, each in minutes:
             span = list(each)
             if count > self.least[kind]:

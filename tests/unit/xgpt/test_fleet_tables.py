@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.fleets import fleet_of
+from xgpt.cli import run
 from xgpt.cli.render import day_table
+from xgpt.core.load import KeptByWindow
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.reporting.fleet import costs_rows, fleet_report, kinds_rows
+from xscheduler.fleet.following import FollowedDay, FollowedFleet
 
 
 def with_price(fleet: FleetPlan, price: float | None) -> FleetPlan:
@@ -42,3 +45,17 @@ def test_shares_count_the_bounds_that_are_stated() -> None:
     assert "93.1%" in list(day_table(fleet).columns[-1].cells)
     assert costs_rows(fleet).rows[0][-1] == "94.00%" and "94.00%" in fleet_report(fleet)
     assert intervals[0].but(share_within=None).within == 0.883, "a file of an earlier version"
+
+
+@pytest.mark.parametrize("has_schedule", [True, False])
+def test_a_followed_fleet_says_what_it_follows(
+    has_schedule: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    within = KeptByWindow(0.58)
+    found = FollowedFleet(fleet_of([2.0]), FollowedDay((), 8.0, 8.0, ()), 100, 0.5, within, has_schedule)
+    monkeypatch.setattr(run.api, "simulate_autoscale", lambda *_: found)
+    run.autoscale("fleet.json", "day.csv", as_json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("The schedule of fleet.json and the rule keep the bounds for 58%") == has_schedule
+    assert said.startswith("The rule alone keeps the bounds for 58%") != has_schedule
+    assert ("no schedule" in said) != has_schedule

@@ -109,6 +109,8 @@ class FleetPlan(Frozen):
     """Length of the day, in seconds. After this time, the day repeats. None means that the last interval is as long as
     the others.
     """
+    begin_s: float | None = None
+    """When the day begins, in seconds since 1970. None: not known; a schedule then begins at midnight UTC."""
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs, in seconds."""
     least_replicas: NonNegativeInt
@@ -130,9 +132,13 @@ class FleetPlan(Frozen):
     constant: ConstantFleet
     """The cheapest fleet that keeps its replicas all day, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet for the planned load: the cost if changes were free and immediate."""
+    """Lower bound on the cost of any fleet for `load_factor` times the load: the cost if changes were free and
+    immediate.
+    """
     gap: NonNegativeFloat
-    """Largest share by which the planned cost, including changes, can exceed the optimum for a known load."""
+    """Largest share of the planned cost, including changes, that another fleet for `load_factor` times the load of each
+    interval could save.
+    """
     num_requests: PositiveInt
     """Number of requests in the day's simulation."""
     planning_s: NonNegativeFloat

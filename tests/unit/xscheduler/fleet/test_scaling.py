@@ -29,7 +29,7 @@ def ready_at(day: FollowedDay, time_s: float) -> int:
 
 
 def test_replicas_are_ready_when_the_schedule_needs_them() -> None:
-    day = followed(fleet_of([2.0] * 6 + [16.0] * 6), lambda t: np.where(t < 1800, 2.0, 16.0), 3600, first=2)
+    day = followed(fleet_of([2.0] * 6 + [16.0] * 282), lambda t: np.where(t < 1800, 2.0, 16.0), 3600, first=2)
     assert ready_at(day, 600) <= 3
     assert ready_at(day, 1800 - 3 * LOOK_S) <= 3  # no step before it is needed
     assert ready_at(day, 1800) >= 8
@@ -52,7 +52,10 @@ def test_the_schedule_of_a_day_is_its_intervals_in_minutes() -> None:
     scaling = Scaling(fleet)
     assert list(scaling.spans(0)) == [(719, 900, 5)]  # two minutes would be too early, one is the last whole one
     assert [scaling.scheduled(0, 60.0 * minute) for minute in (717, 719, 899, 900)] == [1, 5, 5, 1]
-    assert list(Scaling(fleet_of([2.0, 9.0])).spans(0)) == []  # ten minutes repeat otherwise
+    assert list(Scaling(fleet.but(begin_s=50 * 86_400.0 + 9 * 3600)).spans(0)) == [(1259, 1440, 5)], "began at midnight"
+    minutes = Scaling(fleet_of([2.0, 9.0]))  # ten minutes repeat otherwise
+    assert list(minutes.spans(0)) == [] and not minutes.has_schedule
+    assert minutes.scheduled(0, 300.0) == 1, "a simulated day followed a schedule that no export has"
 
 
 def test_the_cheapest_kind_for_its_rate_takes_the_rest() -> None:
@@ -67,9 +70,10 @@ def test_a_short_time_of_heavy_lengths_does_not_order_replicas_for_the_whole_day
     (kind,), (*light, last) = fleet.kinds, fleet.intervals
     heavy = last.model_copy(update={"lengths": 1, "replicas": (8,)})
     changed = {"kinds": (kind.model_copy(update={"rates_per_s": (2.0, 0.5)}),), "intervals": (*light, heavy)}
+    changed |= {"interval_s": 7200.0}
     scaling = Scaling(fleet.model_copy(update=changed | {"lengths": fleet.lengths * 2}))
     assert scaling.rates == (1.6,)
-    assert scaling.wanted(0.0, 4.0) == (3,) and scaling.wanted(3400.0, 4.0) == (8,)
+    assert scaling.wanted(0.0, 4.0) == (3,) and scaling.wanted(86_300.0, 4.0) == (8,)
 
 
 def test_a_followed_day_is_judged_by_its_intervals_and_costs_what_is_known() -> None:
