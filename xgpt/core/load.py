@@ -253,8 +253,8 @@ class LogLoad:
         times = self.log.timestamp_s
         if times is None or self.busiest is None or self.busiest.seconds <= 60:
             return None
-        first, end = np.searchsorted(times, (self.since_s, self.since_s + self.seconds + 1e-6))
-        times = times[first:end]
+        if self.whole is not None:
+            times = times[(self.since_s <= times) & (times <= self.since_s + self.seconds + 1e-6)]
         return self.growth.rate * float(np.bincount((times // 60).astype(int)).max()) / 60
 
     def longer_in(self, window: Window) -> tuple[float, float]:
