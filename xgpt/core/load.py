@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,13 @@ MOST_WINDOWS, LEAST_MEAN = 200, 50
 LEAST_REQUESTS = 20
 """A window with fewer requests is never the worst or the busiest, since its figures are mostly chance."""
 DEVIATIONS = 3.0
-"""A window breaks its bounds if its share is lower than required by more than so many standard deviations."""
 APART_S = 60.0
 """A copy of a request, where the load has grown, arrives within this time of it: other users do not come at the same
 moment, but at the same time of day.
 """
+
+
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 
 
 class Growth(NamedTuple):
@@ -120,10 +122,16 @@ class KeptByWindow(NamedTuple):
         may miss it by what chance allows.
         """
         windows = zip(self.by_window, self.counts, strict=True)
-        allowed = DEVIATIONS * (quantile * (1 - quantile)) ** 0.5
         return self.share >= quantile and all(
-            share >= quantile - allowed / count**0.5 for share, count in windows if share is not None
+            share >= least_kept(quantile, count) for share, count in windows if share is not None
         )
+
+
+def least_kept(quantile: float, count: Numbers) -> Numbers:
+    """Return the smallest share that chance explains, of so many requests of which a share `quantile` keeps the bounds:
+    less by three standard deviations and one request, without which one late request of five would be no chance.
+    """
+    return quantile - DEVIATIONS * (quantile * (1 - quantile) / count) ** 0.5 - 1 / count
 
 
 def kept_in(windows: Sequence[Window], is_kept: NDArray[np.bool_]) -> KeptByWindow:
@@ -133,7 +141,7 @@ def kept_in(windows: Sequence[Window], is_kept: NDArray[np.bool_]) -> KeptByWind
         is_kept: whether each request keeps the bounds. # [requests]
     """
     shares = {each: float(np.mean(is_kept[each.first : each.end])) for each in windows if each.num_requests}
-    counted = [each for each in _counted(windows) if each in shares]
+    counted = [each for each in shares if each.num_requests >= LEAST_REQUESTS] or list(shares)
     worst = min(counted, key=lambda window: (shares[window], -window.num_requests)) if counted else None
     by_window, counts = tuple(map(shares.get, windows)), tuple(each.num_requests for each in windows)
     return KeptByWindow(float(np.mean(is_kept)), worst, None if worst is None else shares[worst], by_window, counts)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.load import DEVIATIONS, KeptByWindow, Window, clock, kept_in
+from xgpt.core.load import KeptByWindow, Window, clock, kept_in, least_kept
 from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, SloWindow
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.fleet.day_load import Day, Intervals
@@ -254,7 +254,7 @@ def _broken(model: FleetModel, times: RequestTimes) -> tuple[npt.NDArray[np.bool
     quantile = model.candidates[0].kind.plan.constraint.quantile
     arrived = np.maximum(np.bincount(index, minlength=count), 1)
     shares = 1 - np.bincount(index, ~kept(model, times), count) / arrived
-    broken = shares < quantile - DEVIATIONS * np.sqrt(quantile * (1 - quantile) / arrived)
+    broken = shares < least_kept(quantile, arrived.astype(float))
     return broken, float(shares[broken].min()) if broken.any() else 1.0
 
 

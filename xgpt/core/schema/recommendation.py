@@ -85,7 +85,7 @@ class AtLoad(Frozen):
     at the rate.
     """
     is_short_by_chance: bool = Field(default=False, exclude_if=lambda short: not short)
-    """Whether the worst window keeps less than the wanted share, but by at most three standard deviations."""
+    """Whether the worst window keeps less than the wanted share, but no less than chance explains."""
 
 
 class Offer(Frozen):

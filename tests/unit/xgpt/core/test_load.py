@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.load import Growth, LogLoad
+from xgpt.core.load import Growth, KeptByWindow, LogLoad
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.load import of_log
 from xgpt.deciding.phrases import kept_in_words
@@ -53,6 +53,21 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert fewer.holds and "chance" not in kept_in_words(fewer)
     assert sum(share is not None for share in kept.by_window) >= 90
     assert load.kept(np.zeros(20_000, bool)).worst == load.busiest, "of equal windows, the night was worst"
+
+
+def test_one_late_request_of_a_quiet_window_is_chance() -> None:
+    """One late request of five at night was a verdict on the day, whose answer named another window."""
+    for count, late, holds in ((5, 1, True), (5, 2, False), (100, 4, True), (100, 6, False), (7000, 96, False)):
+        assert KeptByWindow(0.995, None, None, (1.0, 1 - late / count), (7000, count)).holds(0.99) == holds
+
+
+def test_the_worst_window_may_be_one_that_the_log_covers_in_part() -> None:
+    """96.47% in the worst window stood beside 96.17% of all requests: a short window at the end kept less."""
+    load = LogLoad.of("day", a_day()).part(40_000, 2500)
+    last = load.windows[-1]
+    assert last.num_requests > 20 and last.seconds < 450
+    is_kept = np.arange(2500) < last.first
+    assert load.kept(is_kept).worst == last and load.busiest != last
 
 
 @pytest.mark.parametrize(("rate", "outputs"), [(2.0, 1.0), (1.3, 1.6), (0.5, 1.0)])
