@@ -150,7 +150,7 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
     with_steps = json.loads(xgpt(*replay, "--requests", "all", "--timeline", "timeline.json").out)
     assert with_steps == exact and Path("timeline.json").stat().st_size > 1000
     for arguments, says in (
-        (["--since", "1000", "--own-times", "--workload", "hour.csv"], "the trace ends after"),
+        (["--since", "1000", "--own-times", "--workload", "hour.csv"], "its last request comes after"),
         (["--since", "60"], "it needs --own-times"),
         (["--requests", "all"], "it needs --own-times"),
         (["--rate", "x2"], "it needs --own-times"),

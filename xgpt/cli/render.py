@@ -538,7 +538,7 @@ def day_table(fleet: FleetPlan) -> Table:
                 f"{100 * min(kept):.1f}%" if kept else "-",
             ]
         )
-    return table("the day", ["time", "requests/s", "lengths", "replicas", "kept at least"], rows)
+    return table("the day, from its start", ["time", "requests/s", "lengths", "replicas", "kept at least"], rows)
 
 
 def _clock(seconds: float) -> str:

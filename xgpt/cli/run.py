@@ -210,7 +210,8 @@ def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
     if within.worst is not None and within.worst_share is not None and within.worst_share < 1:
         kept += f", {phrases.percent(within.worst_share)} in the worst interval ({within.worst.name})"
     in_each = " in each, but for chance" if fleet.slo_window == "interval" else ""
-    followers = "schedule of fleet.json and the rule keep" if followed.has_schedule else "rule alone keeps"
+    schedule = f"schedule of {Path(fleet_path).name} and the rule keep"
+    followers = schedule if followed.has_schedule else "rule alone keeps"
     said = [f"The {followers} the bounds for {kept}; {100 * fleet.constraint.quantile:g}% must{in_each}."]
     if not followed.has_schedule:
         said.append("The fleet has no schedule, since its load is not a day long.")

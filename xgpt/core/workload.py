@@ -80,7 +80,7 @@ class TraceLengths(NamedTuple):
             raise InputError("since_s", seconds, "it needs a trace with times")
         first = int(np.searchsorted(self.timestamp_s, seconds))
         if first == len(self.input):
-            raise InputError("since_s", seconds, f"the trace ends after {self.timestamp_s[-1]:.4g} s")
+            raise InputError("since_s", seconds, f"its last request comes after {self.timestamp_s[-1]:.1f} s")
         found = self.take(np.arange(first, len(self.input)))
         assert found.timestamp_s is not None
         start_s = float(found.timestamp_s[0])

@@ -54,8 +54,8 @@ def test_a_followed_fleet_says_what_it_follows(
     within = KeptByWindow(0.58)
     found = FollowedFleet(fleet_of([2.0]), FollowedDay((), 8.0, 8.0, ()), 100, 0.5, within, has_schedule)
     monkeypatch.setattr(run.api, "simulate_autoscale", lambda *_: found)
-    run.autoscale("fleet.json", "day.csv", as_json=False)
+    run.autoscale("fleets/monday.json", "day.csv", as_json=False)
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("The schedule of fleet.json and the rule keep the bounds for 58%") == has_schedule
+    assert said.startswith("The schedule of monday.json and the rule keep the bounds for 58%") == has_schedule
     assert said.startswith("The rule alone keeps the bounds for 58%") != has_schedule
     assert ("no schedule" in said) != has_schedule
