@@ -89,12 +89,13 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep in one process what shares a server: all attacks, else the tests of a file."""
+    """Keep in one process what shares a server: the tests of a file and, unless they are all that runs, all attacks."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "attacks" if nodeid.startswith("tests/attack/") else super()._split_scope(nodeid)
+            is_attack = nodeid.startswith("tests/attack/") and not config.getoption("--attack-report", None)
+            return "attacks" if is_attack else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
