@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,16 @@ from xgpt.core.load import Growth, KeptByWindow, LogLoad
 from xgpt.core.schema import Offer, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
+from xgpt.deciding.phrases import level_of
 from xgpt.deciding.ranges import confidence, paces_of, rate_at
 from xsimulator.replay import replay
 
 MOST_COPIES = 4
-"""Largest number of deployments of a plan, beyond those that its rate asks for, of which a replay is tried."""
+"""Largest number of copies of a plan, beyond those that its rate asks for, of which a replay is tried."""
 GROWTHS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 """Factors on a log's rate at which a plan is replayed, to say which growth it no longer holds."""
+
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,19 @@ class CarriedLoad:
     rate_per_s: float
     window: str = ""
     log: LogLoad | None = None
-    _late: dict[str, NDArray[np.bool_] | None] = field(default_factory=dict, compare=False)
-    _sure: dict[str, float | None] = field(default_factory=dict, compare=False)
-    _alone: dict[str, float | None] = field(default_factory=dict, compare=False)
+    _known: dict[tuple[str, str], Any] = field(default_factory=dict, compare=False)
+
+    def _once(self, what: str, of: tuple[object, ...], find: Callable[[], Known]) -> Known:
+        if (key := (what, repr(of))) not in self._known:
+            self._known[key] = find()
+        return cast(Known, self._known[key])
 
     def confidence(self, plan: PlanDraft, profile: Profile) -> float | None:
         """Return the probability that a plan keeps its bounds at the load's rate, or None if it is not known."""
-        e, rate = plan.estimate, rate_of(plan)
+        e = plan.estimate
         figures = e.throughput_rps, e.latency_s, e.encode_batch, e.encode_tokens, e.decode_batch, e.step_times, e.reuse
-        if (name := repr((*_run(plan), plan.cluster, plan.workload, plan.constraint, figures, rate))) not in self._sure:
-            self._sure[name] = confidence(plan, profile, self.rate_per_s)
-        return self._sure[name]
+        of = *_run(plan), plan.cluster, plan.workload, plan.constraint, figures, rate_of(plan)
+        return self._once("confidence", of, lambda: confidence(plan, profile, self.rate_per_s))
 
     def kept(self, plan: PlanDraft, profile: Profile) -> KeptByWindow | None:
         """Return what a plan keeps of the log, or None without a log or a replay."""
@@ -55,12 +61,15 @@ class CarriedLoad:
 
     def late(self, plan: PlanDraft, profile: Profile) -> NDArray[np.bool_] | None:
         """Return which of the log's requests are late under a plan, or None without a log or a replay."""
-        if self.log is None or not plan.constraint.bounds_latency:
+        log, bounds = self.log, plan.constraint.all_bounds
+        if log is None or not plan.constraint.bounds_latency:
             return None
-        if (name := repr(_run(plan))) not in self._late:
-            times = replay(plan, profile, self.log)
-            self._late[name] = None if times is None else times.excess(plan.constraint.all_bounds) > 1
-        return self._late[name]
+
+        def find() -> NDArray[np.bool_] | None:
+            times = replay(plan, profile, log)
+            return None if times is None else times.excess(bounds) > 1
+
+        return self._once("late", (*_run(plan), bounds), find)
 
     def too_much(self, plan: PlanDraft, profile: Profile) -> float | None:
         """Return the least of `GROWTHS` at which a plan no longer holds the log, or None if it holds all."""
@@ -86,14 +95,17 @@ class CarriedLoad:
         """Return the share of the log's requests that keep the bounds if none waits for another, or None without a log
         or a replay.
         """
-        if self.log is None or self.log.requests.timestamp_s is None:
+        log = self.log
+        if log is None or log.requests.timestamp_s is None:
             return None
-        if (name := repr(_run(plan))) not in self._alone:
-            number = len(self.log.requests.input)
-            apart = self.log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
-            found = CarriedLoad(self.rate_per_s, self.window, replace(self.log, requests=apart)).late(plan, profile)
-            self._alone[name] = None if found is None else float(1 - found.mean())
-        return self._alone[name]
+
+        def find() -> float | None:
+            number = len(log.requests.input)
+            apart = log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
+            late = CarriedLoad(self.rate_per_s, self.window, replace(log, requests=apart)).late(plan, profile)
+            return None if late is None else float(1 - late.mean())
+
+        return self._once("alone", (*_run(plan), plan.constraint.all_bounds), find)
 
 
 def _run(plan: PlanDraft) -> tuple[object, ...]:
@@ -156,34 +168,42 @@ def is_better(offer: Offer, than: Offer) -> bool:
 
 
 class Copies(NamedTuple):
-    """Several deployments of a plan that hold a load together, and the probability that they do (None: not known)."""
+    """Several replicas of a plan that hold a load together, and the probability that they do (None: not known)."""
 
     num_devices: int
+    replicas: int
     confidence: float | None
 
     def rank(self, wanted: float) -> tuple[bool, float, float]:
-        """Return a key that puts fewer devices first, of as many the surest, and last those that hold the load less
-        surely than wanted, of these the surest first.
+        """Return a key that puts fewer devices first, of as many the surest as far as words say it, and last those that
+        hold the load less surely than wanted, of these the surest first.
         """
         likely = 1.0 if self.confidence is None else self.confidence
-        return (True, -likely, self.num_devices) if likely < wanted else (False, self.num_devices, -likely)
+        return (True, -likely, self.num_devices) if likely < wanted else (False, self.num_devices, -level_of(likely))
 
 
 def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Copies | None:
-    """Return the fewest deployments of a plan that hold a load with the wanted probability or, if none do, with a
-    smaller one. Return None if no number is known.
+    """Return the fewest replicas of a plan, more than it has, that hold a load with the wanted probability or, if none
+    do, with a smaller one. Return None if no number is known.
     """
     rate = rate_of(plan) or plan.estimate.throughput_rps  # a log may keep bounds that no steady load keeps
-    least, paces, surely = max(2, ceil(load.rate_per_s / rate)), paces_of(plan, profile), 0.0
+    groups = plan.replicas // plan.sharing_replicas
+    asked = load.rate_per_s * groups
+    least, paces, surely = max(groups + 1, ceil(asked / rate)), paces_of(plan, profile), 0.0
     if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
-        least = max(least, ceil(load.rate_per_s / surely))
+        least = max(least, ceil(asked / surely))
     if not rate_of(plan) and ((alone := load.alone(plan, profile)) is None or alone < plan.constraint.quantile):
-        return None  # no number of copies serves requests faster than one at a time
-    for copies in range(least, least + MOST_COPIES):
-        kept = load.kept(plan.but(replicas=copies * plan.replicas), profile)
-        if kept is None or kept.holds(plan.constraint.quantile):
-            likely = confidence(plan, profile, load.rate_per_s / copies)
-            if likely is not None and copies * surely >= load.rate_per_s:
-                likely = max(likely, wanted)
-            return Copies(copies * plan.num_devices, likely)
-    return None
+        return None  # no number of replicas serves requests faster than one at a time
+
+    def is_held(number: int) -> bool:
+        kept = load.kept(plan.but(replicas=number * plan.sharing_replicas), profile)
+        return kept is None or kept.holds(plan.constraint.quantile)
+
+    numbers = range(least, least + MOST_COPIES * groups)
+    if (at := bisect_left(numbers, True, key=is_held)) == len(numbers):
+        return None
+    likely = confidence(plan, profile, asked / numbers[at])
+    if likely is not None and numbers[at] * surely >= asked:
+        likely = max(likely, wanted)
+    replicas = numbers[at] * plan.sharing_replicas
+    return Copies(replicas * plan.devices_per_replica, replicas, likely)

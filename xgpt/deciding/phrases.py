@@ -27,7 +27,12 @@ def per_s(rate_per_s: float, sessions: SessionEstimate | None) -> str:
 
 
 def load_in_words(
-    load: AtLoad, *, is_kept_said: bool = False, is_lost: bool = False, sessions: SessionEstimate | None = None
+    load: AtLoad,
+    *,
+    is_kept_said: bool = False,
+    is_lost: bool = False,
+    sessions: SessionEstimate | None = None,
+    wanted: float | None = None,
 ) -> str:
     """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
@@ -35,13 +40,15 @@ def load_in_words(
         sessions: the sessions whose turns are the load.
         is_kept_said: whether the shares of the log have been stated.
         is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
+        wanted: the probability with which it must be held.
     """
     text = f"{load.rate_per_s:.3g}/s" if sessions is None else per_s(load.rate_per_s, sessions)
     text += f" at its busiest ({load.window})" if load.window else ""
     if (is_lost or not load.holds) and load.minute_per_s is not None and not _longer(load):
         text += f", {load.minute_per_s:.3g}/s for a minute"
     if load.confidence is not None and load.holds:
-        text += f", held in {tenths(load.confidence)}"
+        less = f" ({100 * wanted:g}% wanted)" if wanted is not None and load.confidence < wanted else ""
+        text += f", held in {tenths(load.confidence)}{less}"
     kept = "" if is_kept_said else kept_in_words(load)
     what = "" if load.num_requests is None else "the bounds for "
     where = "" if load.window else " at its own rate"
@@ -120,9 +127,17 @@ def span(value_s: float) -> str:
 
 def tenths(share: float) -> str:
     """Return a probability as in "9 of 10 cases": the next lower one of a few. It never says certain."""
-    known = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)
-    said = [f"{part} of {of} cases" for part, of in known if share >= part / of - 1e-9]
-    return said[-1] if said else "hardly any case"
+    level = level_of(share)
+    return "{} of {} cases".format(*LEVELS[level - 1]) if level else "hardly any case"
+
+
+LEVELS = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)
+"""Probabilities that are said in words, as number of cases of so many."""
+
+
+def level_of(share: float) -> int:
+    """Return the number of `LEVELS` that a probability reaches."""
+    return sum(share >= part / of - 1e-9 for part, of in LEVELS)
 
 
 def percent(share: float) -> str:

@@ -170,6 +170,7 @@ def recommend(
         gain=gain,
         rejected=first if action == "keep" and gain is not None else None,
         confidence=None if chosen.at_load is None else chosen.at_load.confidence,
+        wanted=None if load is None else wanted,
         nearest=_nearest(best, nearest),
         headroom=shown[0].constraint.headroom,
         why=why,
@@ -183,6 +184,7 @@ def recommend(
             Sized(num_devices=number, confidence=judged.confidence, why_not=judged.why_not) for number, judged in tried
         ),
         would_hold=None if enough_copies is None else enough_copies.num_devices,
+        would_hold_replicas=None if enough_copies is None else enough_copies.replicas,
         would_hold_confidence=None if enough_copies is None else enough_copies.confidence,
         alone_share=load.alone(*shown) if load is not None and not rate_of(best) else None,
         would_hold_of=copied,

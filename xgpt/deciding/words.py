@@ -109,7 +109,8 @@ def _sentences(
         # the first line has the number of requests
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
-        yield NEEDED, f"Your load: {load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions)}."
+        said = load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions, wanted=found.wanted)
+        yield NEEDED, f"Your load: {said}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
         yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
@@ -120,7 +121,7 @@ def _sentences(
         if waiting is not None:
             text += f", and {percent(waiting.quantile)} of sessions wait at most {seconds(now.wait_s)} in all"
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
-    if found.gain is not None and found.gain.then > 0:
+    if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
         yield (5 if by_share else ALWAYS), f"{gain_in_words(found)}."
     if found.sizes:
@@ -217,7 +218,9 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
     # of what runs, nobody asks; of the plan to run, the answer says what is not verified
     unsaid = " (not verified)" if of.unverified and of is not found.best else ""
-    return f"{found.would_hold} would{sure}, as {found.would_hold // of.num_devices} copies of {name}{unsaid}"
+    copies, rest = divmod(found.would_hold, of.num_devices)
+    several = f"with {found.would_hold_replicas} replicas as in" if rest else f"as {copies} copies of"
+    return f"{found.would_hold} would{sure}, {several} {name}{unsaid}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -446,6 +449,12 @@ def _in_short(offer: Offer, beside: Offer) -> str:
     return f"{name}{devices}{scheduler}: {rate}/s"
 
 
+def _is_alike(found: Recommendation) -> bool:
+    """Return whether the best other plan has the placement of what runs now, and gains nothing."""
+    other, gain = found.rejected, found.gain and found.gain.factor
+    return other is not None and other.name == found.best.name and gain is not None and f"{gain.value:.2f}" == "1.00"
+
+
 def gain_in_words(found: Recommendation) -> str:
     """Return the gain over the present deployment, on all devices and per device, without a ratio to zero."""
     gain = found.gain
@@ -467,7 +476,8 @@ def gain_in_words(found: Recommendation) -> str:
     if gain.per_device is None:
         return f"{start}: {gain.factor.value:.2f} times{likely_in_words(gain.factor)}: {rates}"
     each = f"per device {gain.per_device.value:.2f}{likely_in_words(gain.per_device)}"
-    return f"{start}: {gain.factor.value:.2f} times ({rates}), {each}"
+    sure = "" if other is None or other.at_load is None or not other.at_load.holds else _beside_load(other.at_load, ())
+    return f"{start}: {gain.factor.value:.2f} times ({rates}), {each}{sure}"
 
 
 def cards(found: Recommendation) -> list[dict[str, str]]:

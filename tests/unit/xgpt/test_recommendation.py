@@ -10,7 +10,7 @@ import xgpt
 from xgpt.comparing.compare import compare
 from xgpt.core.schema import Recommendation
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Process, Ranged, Sized
+from xgpt.core.schema.recommendation import AtLoad, BoundKept, Gain, OfferedCluster, Process, Ranged, Sized
 from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
 from xgpt.deciding.recommend import recommend
@@ -210,6 +210,25 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
     text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
     assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
+
+
+def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recommendation) -> None:
+    """ "Held in 6 of 10 cases" stood without the 9 that were wanted, the best other plan without how surely it holds
+    the load, and a plan that differs in nothing but a limit gained "1.00 times (1.00 to 1.00)".
+    """
+    at = AtLoad(rate_per_s=9, confidence=0.65)
+    now = small.best.but(at_load=at, num_devices=1)
+    other = now.but(name="other", num_devices=2, at_load=at.but(confidence=0.82))
+    gain = Gain(
+        unit="requests/s within the bounds", now=10, then=20, factor=Ranged(value=2), per_device=Ranged(value=1)
+    )
+    found = small.but(action="keep", best=now, now=now, rejected=other, gain=gain, wanted=0.9)
+    text = " ".join(lines(found, 1000))
+    assert "Your load: 9/s, held in 6 of 10 cases (90% wanted)." in text
+    assert "2 times" in text.replace("2.00", "2") and "per device 1.00, held in 8 of 10 cases." in text
+    alike = found.but(rejected=now, gain=gain.but(factor=Ranged(value=1.0004), per_device=None))
+    assert "The best plan" not in " ".join(lines(alike, 1000))
+    assert "wanted" not in " ".join(lines(found.but(wanted=0.6), 1000))
 
 
 def test_bounds_that_are_kept_without_spare_are_said_to_be(small: Recommendation) -> None:

@@ -36,6 +36,14 @@ def test_the_busy_half_decides() -> None:
     assert busy.share > (busy.worst_share or 0)
 
 
+def test_a_plan_is_judged_by_its_own_bounds() -> None:
+    """A plan found under looser bounds was replayed once, and its shares stood beside the bounds that were asked."""
+    plan, load = planned(), CarriedLoad(20.0, log=log(20.0, 2000))
+    profile = problem("opt-13b", "h200x1", "summarization").profile
+    loose, asked = (load.kept(plan.but(constraint=plan.constraint.but(latency_bound_s=s)), profile) for s in (6.0, 0.2))
+    assert loose is not None and asked is not None and asked.share < loose.share
+
+
 def test_replicas_take_turns_and_serve_every_request() -> None:
     plan = planned()
     profile = problem("opt-13b", "h200x1", "summarization").profile

@@ -208,6 +208,8 @@ class Recommendation(Frozen):
     """With action "keep": the best other candidate."""
     confidence: float | None = None
     """Probability that the recommendation holds: that `best` sustains the user's load, or that it beats `now`."""
+    wanted: float | None = Field(default=None, exclude_if=lambda found: found is None)
+    """Probability with which devices must hold the user's load. None: no load is known."""
     why: str = ""
     """The reason for the action, in a sentence."""
     runner_up: Offer | None = None
@@ -216,16 +218,17 @@ class Recommendation(Frozen):
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
     steady: Offer | None = Field(default=None, exclude_if=lambda found: found is None)
-    """The candidate of which `would_hold` counts copies, if it is none of the others: one of a higher rate."""
+    """The candidate of which `would_hold` counts replicas, if it is none of the others: one of a higher rate."""
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
     """Numbers of devices that were considered for the load, rising. A number between two of them holds the load at
     least as surely as the lower one."""
     would_hold: int | None = None
-    """If `best` does not hold the load, or less surely than wanted: a number of devices that does, as several such
-    deployments. None: not known.
+    """If `best` does not hold the load, or less surely than wanted: a number of devices that does, as more replicas.
+    None: not known.
     """
+    would_hold_replicas: PositiveInt | None = Field(default=None, exclude_if=lambda found: found is None)
     would_hold_confidence: float | None = None
     """Probability that this number holds the load: the wanted one, unless no number reaches it. None: not known."""
     alone_share: float | None = Field(default=None, exclude_if=lambda found: found is None)

@@ -12,14 +12,17 @@ import pytest
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
+from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding import keeping, sizing
 from xgpt.deciding.keeping import keeping_most, share_kept
-from xgpt.deciding.load import Copies, carried
+from xgpt.deciding.load import CarriedLoad, Copies, carried, enough
 from xgpt.deciding.recommend import by_itself
 from xgpt.deciding.sizing import verified_first
+from xgpt.deciding.words import lines
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_of
+from xgpt.solving import solve
 from xscheduler.found import Found
 from xscheduler.objectives.best_plans import found_each
 from xscheduler.objectives.sizing import fewest_devices
@@ -75,10 +78,28 @@ def test_a_plan_of_a_higher_rate_remains_for_copies(monkeypatch: pytest.MonkeyPa
 
 
 def test_of_as_many_devices_the_surest_copies_are_offered() -> None:
-    sure, surer, more, unsure = Copies(16, 0.9), Copies(16, 0.95), Copies(24, 0.99), Copies(8, 0.7)
+    sure, surer, more, unsure = Copies(16, 2, 0.9), Copies(16, 2, 0.95), Copies(24, 3, 0.99), Copies(8, 1, 0.7)
     assert sorted([sure, unsure, more, surer], key=lambda copies: copies.rank(0.9)) == [surer, sure, more, unsure]
-    assert min([Copies(8, 0.5), unsure, Copies(32, 0.8)], key=lambda copies: copies.rank(0.9)).confidence == 0.8
-    assert min([Copies(8, None), surer], key=lambda copies: copies.rank(0.9)).num_devices == 8
+    assert min([Copies(8, 1, 0.5), unsure, Copies(32, 4, 0.8)], key=lambda each: each.rank(0.9)).confidence == 0.8
+    assert min([Copies(8, 1, None), surer], key=lambda copies: copies.rank(0.9)).num_devices == 8
+    assert sure._replace(confidence=0.94).rank(0.9) == sure.rank(0.9), "both are said to hold it in 9 of 10 cases"
+
+
+def test_replicas_are_added_one_by_one() -> None:
+    """Two replicas on 8 devices were offered as 16 devices, where three would do."""
+    request = plan_request(model="llama-3.1-8b", cluster="h100x8", workload="azure-conv", latency_bound_s=8)
+    planned = solve(request.but(policy="chunked", devices=2, fix={"tp": 1}))
+    plan, profile = planned.best, planned.problem.profile
+    assert plan.replicas == 2
+    surely = plan.estimate.ranges["rate_per_s"][0]
+    for share, replicas in ((0.6, 3), (1.4, 3), (1.6, 4)):
+        found = enough(plan, profile, CarriedLoad(share * surely), 0.95)
+        assert found is not None and (found.num_devices, found.replicas) == (replicas, replicas)
+    few = planned.recommendation.but(would_hold=3, would_hold_replicas=3)
+    at = AtLoad(rate_per_s=9, holds=False)
+    assert "3 would, with 3 replicas as in the plan below." in " ".join(
+        lines(few.but(best=few.best.but(at_load=at)), 1000)
+    )
 
 
 def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
