@@ -451,8 +451,9 @@ def _in_short(offer: Offer, beside: Offer) -> str:
 
 def _is_alike(found: Recommendation) -> bool:
     """Return whether the best other plan has the placement of what runs now, and gains nothing."""
-    other, gain = found.rejected, found.gain and found.gain.factor
-    return other is not None and other.name == found.best.name and gain is not None and f"{gain.value:.2f}" == "1.00"
+    if found.rejected is None or found.gain is None or found.gain.factor is None:
+        return False
+    return found.rejected.name == found.best.name and f"{found.gain.factor.value:.2f}" == "1.00"
 
 
 def gain_in_words(found: Recommendation) -> str:
