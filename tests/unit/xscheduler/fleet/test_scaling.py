@@ -15,13 +15,15 @@ from xscheduler.fleet.scaling import Follower, Scaling
 from xsimulator.fleet import Requests
 
 
-def followed(fleet: FleetPlan, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, first: int) -> FollowedDay:
+def followed(
+    fleet: FleetPlan, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, first: int, later_s: float = 0.0
+) -> FollowedDay:
     rng = np.random.default_rng(0)
     times = np.arange(0, seconds, 5.0)
     counts = rng.poisson(5.0 * rate_at(times))
     at = np.sort(np.repeat(times, counts) + 5 * rng.random(counts.sum()))
     lengths = np.full(len(at), 100)
-    return simulate_day(fleet, Requests(lengths, lengths, at), seconds, Follower(fleet), LOOK_S, [first])
+    return simulate_day(fleet, Requests(lengths, lengths, at), seconds, Follower(fleet), LOOK_S, [first], later_s)
 
 
 def ready_at(day: FollowedDay, time_s: float) -> int:
@@ -33,6 +35,13 @@ def test_replicas_are_ready_when_the_schedule_needs_them() -> None:
     assert ready_at(day, 600) <= 3
     assert ready_at(day, 1800 - 3 * LOOK_S) <= 3  # no step before it is needed
     assert ready_at(day, 1800) >= 8
+
+
+def test_a_trace_that_begins_at_another_hour_follows_the_schedule_of_its_hours() -> None:
+    fleet = fleet_of([2.0] * 144 + [16.0] * 144)
+    for later_s, count in ((0.0, 1), (43_200.0, 8)):
+        day = followed(fleet, lambda t: np.full(len(t), 1.0), 600, first=1, later_s=later_s)
+        assert ready_at(day, 300) == count
 
 
 def test_a_jump_that_no_schedule_told_of_is_followed_at_once() -> None:
