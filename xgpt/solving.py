@@ -365,7 +365,8 @@ def with_settings(plan: Plan, profile: Profile, settings: Mapping[str, Any]) -> 
         raise refusal(error, kind, data) from None
     problem = Problem.of(plan, profile)
     draft: PlanDraft = Scheduler(problem).score(policy, Placement.of(plan))
-    draft = draft.but(admission=plan.admission, engine=plan.engine, pinned=plan.pinned, seed=plan.seed)
+    admission = plan.admission.but(max_running=draft.admission.max_running)
+    draft = draft.but(admission=admission, engine=plan.engine, pinned=plan.pinned, seed=plan.seed)
     if not plan.constraint.maximises_arrivals:
         draft = with_simulated_figures(draft, profile)
     found: dict[str, Found] = {policy.kind: Found(draft, NOT_SEARCHED)}

@@ -89,7 +89,10 @@ class Scheduler:
     def score(self, settings: PolicySettings, placement: Placement, *, admits_by_use: bool = False) -> Plan:
         """Return the plan of given settings, whether or not they keep the constraint."""
         space = self.candidates.space(settings.kind, placement)
-        evaluation = space.evaluate(columns_of(settings))
+        columns = columns_of(settings)
+        if not admits_by_use:
+            columns = {name: values.astype(int) for name, values in space.running(columns).items()}
+        evaluation = space.evaluate(columns)
         if not evaluation.fits[0] and not admits_by_use:
             raise InfeasibleError(
                 f"memory: these settings run {evaluation.performance.peak_requests[0]:.0f} requests at the same time, "

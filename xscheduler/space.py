@@ -359,19 +359,21 @@ class Space:
         most = most_running(columns["token_budget"], self.placement.microbatches)
         return {**columns, "max_batch": np.minimum(columns["max_batch"], np.maximum(self.least_requests, most))}
 
-    def _running(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
-        """Return settings whose fixed limit on running requests is no higher than what memory holds: beyond that, an
+    def running(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
+        """Return given settings whose limit on running requests is no higher than what memory holds: beyond that, an
         engine with its own scheduler lets requests wait.
         """
         engine, load = self.limits.engine, self.forecast.load
         is_own = engine is not None and engine.framework != "xgpt" and engine.scheduler == "own"
-        if not is_own or load not in self.fixed or "token_budget" not in columns:
+        if not is_own or "token_budget" not in columns:
             return columns
         most = np.floor(self.capacity_beside(columns["token_budget"] / self.placement.microbatches))
         return {**columns, load: np.minimum(columns[load], np.maximum(self.least_requests, most))}
 
     def _performance(self, model: Any, columns: Mapping[str, Array | Ints]) -> Performance:
-        columns = self._running(self._as_run(columns))
+        columns = self._as_run(columns)
+        if self.forecast.load in self.fixed:
+            columns = self.running(columns)
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
         return self.forecast.evaluate(model, **columns, **fixed)

@@ -41,3 +41,16 @@ def test_what_no_policy_has_and_what_does_not_fit_are_refused(plan: Plan) -> Non
         xgpt.with_settings(plan, encode_batch=0)
     with pytest.raises(InfeasibleError, match="memory"):
         xgpt.with_settings(plan, encode_batch=4000)
+
+
+def test_a_limit_beyond_what_memory_holds_is_scored_and_drawn_as_it_was_planned() -> None:
+    """Both were refused, as was a report on a present deployment whose memory is short."""
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-conv", "engine": "vllm"}
+    bounds = {"latency_bound_s": 60, "objective": "saturated", "policy": "chunked"}
+    plan = xgpt.plan(**asked, **bounds, fix={"max_batch": 1024})
+    told = {"search", "recommendation"}
+    assert xgpt.with_settings(plan).model_dump(exclude=told) == plan.model_dump(exclude=told)
+    searched = xgpt.plan(**asked, **bounds)
+    assert searched.admission.max_running is not None
+    assert xgpt.with_settings(searched, max_batch=1024).admission.max_running is None
+    assert "highest throughput of each policy" in xgpt.report(plan)
