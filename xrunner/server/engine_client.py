@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xgpt.core.errors import MachineError, XgptError
-from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.observation.windows import Seen
@@ -150,32 +149,12 @@ class EngineClient:
         if self.watch is not None and self.watch.plan is not plan:
             self.watch.go_over_to(plan)
 
-    @property
-    def capacity(self) -> int:
-        """Number of tokens that fit in the K/V pool. A request's prompt and output together cannot have more."""
-        return self.remote.pool.limits.kv_blocks * self.remote.pool.limits.block_size
-
     def check_open(self) -> None:
         """Raise ApiError if no request may begin: 500 if the engine has failed, 503 if the server is shutting down."""
         if self.failure is not None:
             raise ApiError(500, self.failure)
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-
-    def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
-        """Check that the running plan can execute a request with `num_tokens` prompt tokens. Raises ApiError: 400, the
-        request would wait for ever, and block all other requests."""
-        limits = self.remote.pool.limits
-        request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
-        if not limits.can_ever_fit(request):
-            most = limits.prompt_blocks * limits.block_size
-            raise ApiError(
-                400,
-                f"prompt: {num_tokens} tokens and max_tokens {allowance.max_output} are more than the plan's stages "
-                f"hold for one request ({most} in the encode lane); send fewer",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def retry_after_s(self) -> int:
         """Seconds after which a refused request should be sent again. By then, half of the waiting requests should have

@@ -77,11 +77,5 @@ def check_prompts(
 ) -> list[CheckedPrompt]:
     """Check prompts, and return them with the limits on their outputs. Raises ApiError (400)."""
     rule = limits.output_rule(None if engine.watch is None else engine.watch.plan)
-    kept = [request.kept_of(tokens, model.spec.max_context) for tokens in prompts]
-    checked = [
-        CheckedPrompt(tuple(tokens), check_tokens(tokens, request, model.spec, engine.capacity, rule))
-        for tokens in kept
-    ]
-    for prompt in checked:
-        engine.check_fits(len(prompt.tokens), prompt.allowance)
-    return checked
+    kept, memory = (request.kept_of(tokens, model.spec.max_context) for tokens in prompts), engine.remote.pool.limits
+    return [CheckedPrompt(tuple(each), check_tokens(each, request, model.spec, memory, rule)) for each in kept]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xgpt.core.policies import Request
 from xgpt.core.schema import ModelSpec
+from xrunner.channel.remote import KvLimits
 from xrunner.server.api.errors import refuse
 from xrunner.server.api.protocol import GenerationRequest
 
@@ -35,14 +37,14 @@ class OutputRule(NamedTuple):
 
 
 def check_tokens(
-    prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
+    prompt: list[int], request: GenerationRequest, spec: ModelSpec, memory: KvLimits, rule: OutputRule
 ) -> Allowance:
     """Return how many tokens the output of a prompt may have. Raises ApiError: 400, the prompt is empty, a token is not
     in the vocabulary, or the request does not fit in the context or the K/V memory."""
     field = request.PROMPT_FIELD
     if not prompt:
         refuse(field, "it is empty; send at least one token")
-    room = spec.max_context - len(prompt)
+    room, capacity = spec.max_context - len(prompt), memory.kv_blocks * memory.block_size
     allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
     limit = allowance.max_output
     if limit > room:
@@ -52,11 +54,14 @@ def check_tokens(
             f"{spec.max_context} tokens; send fewer",
             "context_length_exceeded",
         )
-    if len(prompt) + limit > capacity:
+    if not memory.can_ever_fit(Request(-1, len(prompt), limit, promised_output=allowance.promised_output)):
+        of_prompts = memory.prompt_blocks * memory.block_size
         refuse(
-            "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the {capacity} tokens that this "
-            "server's K/V memory holds; send fewer",
+            field if len(prompt) > of_prompts else "max_tokens",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the {capacity} tokens "
+            f"{f'({of_prompts} in the encode lane) ' if of_prompts < capacity else ''}that this server's K/V memory "
+            "holds for one request; send fewer",
+            "context_length_exceeded",
         )
     for name, tokens in ((field, prompt), ("stop_token_ids", request.stop_token_ids or [0])):
         if not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:

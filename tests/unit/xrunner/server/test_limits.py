@@ -58,13 +58,13 @@ COMPLETION = b'{"model": "fake", "prompt": [1]}'
 )
 def test_without_max_tokens(rule: OutputRule, chat: tuple[int, int], completion: tuple[int, int]) -> None:
     for request, expected in ((parse_chat(CHAT), chat), (parse_completion(COMPLETION), completion)):
-        assert check_tokens([1] * 12, request, SPEC, 10_000, rule) == expected
+        assert check_tokens([1] * 12, request, SPEC, Pool(10_000, 1), rule) == expected
 
 
 def test_more_than_the_server_gives_is_refused() -> None:
     request = parse_completion(b'{"model": "fake", "prompt": [1], "max_tokens": 9}')
     with pytest.raises(ApiError, match="more than this server's limit of 8"):
-        check_tokens([1], request, SPEC, 10_000, OutputRule(most=8))
+        check_tokens([1], request, SPEC, Pool(10_000, 1), OutputRule(most=8))
     with pytest.raises(InputError, match="max_max_tokens=8"):
         Limits(default_max_tokens=9, max_max_tokens=8)
 

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fakes import SPEC
+from xgpt.core.policies import Pool
 from xrunner.cluster import messages as m
 from xrunner.generation import Generation
 from xrunner.server.api.allowance import OutputRule, check_tokens
@@ -15,7 +16,7 @@ from xrunner.server.api.parsing import parse_chat, parse_completion
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
-CAPACITY = 400
+CAPACITY = Pool(400, 1)
 
 
 def parse(**fields: object):
@@ -237,16 +238,19 @@ def test_whatever_is_asked_for_fits_a_control_message(seed: int) -> None:
 
 
 def test_context_and_memory_may_be_filled_to_the_last_token() -> None:
-    assert check_tokens([1, 2, 3], parse(max_tokens=509), SPEC, 512, OutputRule()).max_output == 509
+    assert check_tokens([1, 2, 3], parse(max_tokens=509), SPEC, Pool(512, 1), OutputRule()).max_output == 509
     assert check_tokens([1, 2, 3], parse(max_tokens=397), SPEC, CAPACITY, OutputRule()).max_output == 397
 
 
 def test_a_chat_fills_what_there_is_unless_told() -> None:
-    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000, OutputRule()).max_output == 500
-    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100, OutputRule()).max_output == 88
-    assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100, OutputRule()).max_output == 7
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, Pool(10_000, 1), OutputRule()).max_output == 500
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, Pool(100, 1), OutputRule()).max_output == 88
+    assert (
+        check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, Pool(100, 1), OutputRule()).max_output
+        == 7
+    )
     with pytest.raises(ApiError, match="context length is 512") as caught:
-        check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000, OutputRule())
+        check_tokens([1] * 512, parse_chat_with(), SPEC, Pool(10_000, 1), OutputRule())
     assert caught.value.param == "messages"
 
 
