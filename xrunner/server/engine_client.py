@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.schema import Plan
+from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.observation.windows import Seen
 from xrunner.channel.remote import RemoteEngine
@@ -20,7 +21,7 @@ from xrunner.server.api.errors import ApiError
 from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
-from xrunner.server.observe.metrics import Metrics, RequestBounds
+from xrunner.server.observe.metrics import Metrics
 from xrunner.server.observe.watch import Ended, Watch
 
 MAX_RETRY_AFTER_S = 60
@@ -59,7 +60,7 @@ class Submission:
 
     inbox: Inbox
     account: Account
-    bounds: RequestBounds
+    bounds: Bounds
     stop_token_ids: frozenset[int]
     output_length: int | None
     end_s: float
@@ -228,8 +229,8 @@ class EngineClient:
     def _end(self, stream: TokenStream) -> None:
         first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
         gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
-        took, submission = RequestBounds(first_s, gap_s, whole_s), stream.submission
-        is_kept = self.metrics.note_bounds(submission.account, took, submission.bounds)
+        submission = stream.submission
+        is_kept = self.metrics.note_bounds(submission.account, (whole_s, first_s, gap_s), submission.bounds)
         if submission.promise is not None:
             self.backlog.note_answer(*submission.promise, took_s=whole_s)
         if self.watch is not None and stream.seen is not None:

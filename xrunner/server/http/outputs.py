@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
+from xgpt.core.schema.constraint import Bounds
 from xrunner.generation import Logprobs, Token, of_choices
 from xrunner.server.access.quota import Quota
 from xrunner.server.api.choices import Choice
@@ -17,7 +18,6 @@ from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.text import CONTEXT, ServedModel
 from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
 from xrunner.server.engine_client import EngineClient, Inbox, Promise, Submission, TokenStream
-from xrunner.server.observe.metrics import RequestBounds
 from xrunner.server.request_info import RequestInfo
 from xrunner.server.submission import CheckedPrompt, Limits
 
@@ -88,7 +88,7 @@ class Outputs:
         submission = Submission(
             inbox=self.inbox,
             account=key.account,
-            bounds=RequestBounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
+            bounds=Bounds(key.whole_s or key.answer_within_s, key.ttft_s, key.tpot_s),
             stop_token_ids=self.stop_token_ids,
             output_length=self._request.output_length,
             end_s=self.end_s,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from xgpt.core.schema import Account, Decision, FailedJudgement
+from xgpt.core.schema.constraint import Bounds
 from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.watch import Watch
 
@@ -18,18 +18,6 @@ NAN = float("nan")
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
-
-
-class RequestBounds(NamedTuple):
-    """A request's bounds in seconds: on the time to its first token, on the mean time per token, and on the time to its
-    last token. None means no bound."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    whole_s: float | None = None
-
-
-NO_BOUNDS = RequestBounds()
 
 
 class Metrics:
@@ -195,18 +183,16 @@ class Metrics:
                 tokens.labels(name, "prompt").inc(prompt_tokens)
                 tokens.labels(name, "output").inc(output_tokens)
 
-    def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
+    def note_bounds(self, account: Account, took: tuple[float, float, float], bounds: Bounds) -> bool | None:
         """Count a complete request, and return whether it kept the bounds of its key, or None if no bounds apply.
 
         A key without bounds has the plan's bounds. A request of a class without bounds always counts as keeping its
-        bounds."""
-        if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
-            constraint = self._watch.plan.constraint
-            bounds = RequestBounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
-        if bounds == NO_BOUNDS and not account.of_class:
+        bounds. `took`: seconds to the last and to the first token, and between tokens."""
+        if not (bounds.given or account.of_class or self._watch is None):
+            bounds = self._watch.plan.constraint.bounds
+        if not (bounds.given or account.of_class):
             return None
-        pairs = zip(took, bounds, strict=True)
-        is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
+        is_kept = all(bound is None or seconds <= bound for seconds, bound in zip(took, bounds, strict=True))
         kept = "yes" if is_kept else "no"
         self._bounds.labels(account.key, kept).inc()
         if account.of_class:
