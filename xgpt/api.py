@@ -213,8 +213,7 @@ def fleet(
     from xgpt.solving import plan_fleet_of
     from xscheduler.fleet.day_load import read_day
 
-    given: dict[str, Any] = {"trace": trace, "latency_bound_s": latency_bound_s, **asked}
-    request = request_of(FleetRequest, given)
+    request = request_of(FleetRequest, trace=trace, latency_bound_s=latency_bound_s, **asked)
     return plan_fleet_of(read_day(request.trace, request.seed, request.growth), request, progress)
 
 
@@ -263,8 +262,7 @@ def compare(
     """
     from xgpt.comparing import compare as comparing
 
-    given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
-    request = request_of(CompareRequest, given)
+    request = request_of(CompareRequest, latency_bound_s=latency_bound_s, **asked)
     return comparing.compare(as_plan_request(request), request.current, request.variables, progress, path)
 
 
@@ -288,7 +286,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
     from xgpt.served_profile import as_served
     from xprofiler.store import new_profile
 
-    return new_profile(**dict(request_of(ProfileRequest, dict(asked))), progress=progress, as_served=as_served)
+    return new_profile(**dict(request_of(ProfileRequest, **asked)), progress=progress, as_served=as_served)
 
 
 def with_settings(plan: Plan | PathLike, *, profile: str | Profile | None = None, **settings: Any) -> Plan:
@@ -350,7 +348,7 @@ def simulate(
     from xsimulator.replay import simulate_log
     from xsimulator.run import run_simulation
 
-    request = request_of(SimulateRequest, dict(asked))
+    request = request_of(SimulateRequest, **asked)
     plan = _plan(plan)
     if request.burstiness is not None and request.arrival_rate_per_s is None:
         says = "it needs `arrival_rate_per_s`: give one, or leave `burstiness` out"
@@ -424,7 +422,7 @@ def calibrate(
     from xgpt.calibrating import read_loads
     from xprofiler.store import profile_of
 
-    request, plan = request_of(CalibrateRequest, dict(asked)), _plan(plan)
+    request, plan = request_of(CalibrateRequest, **asked), _plan(plan)
     loads = [load for path in measured for load in read_loads(Path(path))]
     return fit(plan, profile_of(plan, request.profile), loads)
 
@@ -462,7 +460,7 @@ def replan(
     from xscheduler.replanning.judge import Terms
     from xscheduler.replanning.replanner import Replanned, observe_server, propose
 
-    request, running = request_of(ReplanRequest, {"lengths": lengths, **asked}), _plan(plan)
+    request, running = request_of(ReplanRequest, lengths=lengths, **asked), _plan(plan)
     log = None
     if request.lengths.startswith(("http://", "https://")):
         running, observation = observe_server(running, request.lengths)
@@ -499,7 +497,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
     from xgpt.sessions import bench_sessions
     from xprofiler.store import profile_of
 
-    request = request_of(BenchRequest, dict(asked))
+    request = request_of(BenchRequest, **asked)
     profile = request.profile
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     for name, accepted in ONLY_OF_PLANS.items():
@@ -575,7 +573,7 @@ def check(
     from xprofiler.store import profile_of
     from xscheduler.problem import Problem
 
-    request = request_of(CheckRequest, {"latency_bound_s": latency_bound_s, **asked})
+    request = request_of(CheckRequest, latency_bound_s=latency_bound_s, **asked)
     if (request.plan is None) == (request.current is None):
         raise InputError("plan", None, "give the plan that the server runs as `plan`, or its command as `current`")
     now, text = None if request.plan is None else _plan(request.plan), str(target)
@@ -621,7 +619,7 @@ def tune(
     from xgpt.tuning.tune import Search
     from xrunner.vllm.process import python
 
-    request = request_of(TuneRequest, {"latency_bound_s": latency_bound_s, **asked})
+    request = request_of(TuneRequest, latency_bound_s=latency_bound_s, **asked)
     if request.manual and request.start is not None:
         raise InputError("start", request.start, "it cannot be combined with `manual`")
     if request.url is not None and request.start is None:
@@ -674,7 +672,7 @@ def watch(
     from xgpt.tuning.watch import watch
     from xprofiler.store import profile_of
 
-    request = request_of(WatchRequest, dict(asked))
+    request = request_of(WatchRequest, **asked)
     plan = _plan(plan)
     watch(plan, profile_of(plan, request.profile), request, on_alarm, stop or NewEvent())
 
@@ -729,7 +727,7 @@ def report(plan: Plan | FleetPlan | TuneOutput | PathLike, **asked: Unpack[Repor
     from xgpt.reporting.tuning import tune_report
     from xprofiler.store import profile_of
 
-    request = request_of(ReportRequest, dict(asked))
+    request = request_of(ReportRequest, **asked)
     made = plan if isinstance(plan, Plan | FleetPlan | TuneOutput) else _made(plan)
     if isinstance(made, Plan):
         return report(made, profile_of(made, request.profile), np.random.default_rng(request.seed))

@@ -713,7 +713,7 @@ def parse_arguments(given: dict[str, Any], type_: type[R]) -> R:
         raise refusal(error, type_, given) from None
 
 
-def request_of(type_: type[R], asked: dict[str, Any]) -> R:
+def request_of(type_: type[R], /, **asked: Any) -> R:
     """Return the request that these keyword arguments make. An argument with the value None counts as not given.
 
     Raises:
@@ -737,7 +737,7 @@ def plan_request(**asked: Any) -> PlanRequest:
     Raises:
         InputError: as `request_of` does.
     """
-    return request_of(PlanRequest, asked)
+    return request_of(PlanRequest, **asked)
 
 
 def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
