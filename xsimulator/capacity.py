@@ -25,7 +25,7 @@ from xsimulator.counts.counted_run import counted_run, is_counted
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes, quantile_of
-from xsimulator.session_rate import PRECISION, SessionTrial, session_capacity
+from xsimulator.session_rate import PRECISION, SEED, SessionTrial, session_capacity
 
 LEAST_REQUESTS = 2000
 LASTING_REQUESTS = 8 * LEAST_REQUESTS
@@ -44,7 +44,6 @@ KNOWN_BEYOND = 1.02
 """A simulated run ends early once the quantile of its times exceeds the bounds by this factor."""
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
-SEED = 0
 
 
 class _Drawn(NamedTuple):

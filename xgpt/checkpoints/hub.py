@@ -9,14 +9,12 @@ from pathlib import Path
 
 from xgpt.core.errors import InputError, cut
 from xgpt.core.io import configs_dir, load_yaml
+from xgpt.core.schema.families import TABLES
 from xgpt.core.schema.plan import HUB, is_hub_id
-
-GATED = ("meta-llama/", "google/gemma-2", "google/gemma-3", "google/gemma-7b", "mistralai/Mistral-Large-")
-"""How ids of models begin whose files the hub gives only to accounts that have accepted their terms."""
 
 
 def is_gated(model_id: str) -> bool:
-    return model_id.startswith(GATED)
+    return model_id.startswith(tuple(TABLES["gated_ids"]))
 
 
 def is_id(name: str) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from xgpt.core.schema import PlanDraft
+from xgpt.deciding.commands import ENGINES
 from xprofiler.ranges import MODELS, Cell, cell_of, rows_of
 
 LEAST = 10
 """Number of published rows from which a class of predictions counts as verified."""
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 
 def unverified(plan: PlanDraft) -> tuple[str, ...]:

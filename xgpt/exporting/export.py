@@ -130,7 +130,6 @@ def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
 
 
 def _templates(all_: Sequence[EngineReplicas], target: Target) -> dict[str, str]:
-    """Return the template of each file."""
     named = {"shell": ("serve.sh", "requirements.txt"), "compose": ("compose.yaml",), "llm-d": ("router.values.yaml",)}
     found = {name: name for name in named.get(target, ())}
     if target == "shell":

@@ -149,8 +149,7 @@ class Rows(ABC):
 
     @property
     @abstractmethod
-    def _caches(self) -> Iterable[SlotCache]:
-        """All caches of keys and values."""
+    def _caches(self) -> Iterable[SlotCache]: ...
 
     def keep(self, stay: np.ndarray) -> None:
         """Keep only the requests with the indices `stay`, and their slots. # int64 [remaining]"""

@@ -23,6 +23,7 @@ from xscheduler.arrival_bounds import GroupTimes, PromptSteps, Waits, loosened, 
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import UpperBound, upper_bound
+from xscheduler.search.checked import NUM_BOXES
 from xscheduler.space import Left, Space, columns_of
 from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.curves import Array
@@ -32,7 +33,6 @@ from xsimulator.forecast.base import Ints
 BOUND = (
     "the throughput, by Little's law, of an engine that is never idle and keeps the same bounds, on monotone step times"
 )
-NUM_BOXES = 12
 WAIT_STEPS = 5
 """Number of bisection steps to find the rate at which waiting leaves too little time."""
 NUM_SIZES = 24

@@ -23,6 +23,7 @@ from xgpt.core.schema import Ceiling, PlanDraft, Profile, Workload
 from xscheduler.found import Found
 from xscheduler.objectives.base import simulating
 from xscheduler.schedule import Scheduler
+from xsimulator.capacity import SEED
 from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
 
@@ -49,7 +50,6 @@ LOWEST = -2000
 REACH = 1.15
 """Largest factor by which the closed form may overestimate latencies. The search starts at this multiple of the bound.
 """
-SEED = 0
 ROUNDING = 1e-9
 """Two throughputs count as equal if they differ relatively by less than this. Equal settings of two policies have such
 throughputs.

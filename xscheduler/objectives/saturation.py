@@ -27,7 +27,7 @@ from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, seen_by, with_law
 from xscheduler.tolerances import TOLERANCES
 from xscheduler.why_not import round_up
-from xsimulator.capacity import endings, in_order_of_arrival
+from xsimulator.capacity import SEED, endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
 MORE = 2.0
@@ -43,7 +43,6 @@ LEAST_ALIKE = 30
 """Smallest number of requests of about the quantile's length from which their latency is computed."""
 MOST_REQUESTS = 5000
 """Largest number of requests to simulate if few have about the quantile's length."""
-SEED = 0
 RUNG = 1.2
 
 PASSED_OVER = f"{TOGETHER}; plans with a higher prediction serve less in simulation, or break a bound"

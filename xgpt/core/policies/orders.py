@@ -91,8 +91,7 @@ class Order(ABC):
         """Return the request that enters next, without removing it. The order must not be empty."""
 
     @abstractmethod
-    def _add(self, request: Request, number: int) -> None:
-        """Insert a new request."""
+    def _add(self, request: Request, number: int) -> None: ...
 
     @abstractmethod
     def _drop(self, request: Request) -> None:

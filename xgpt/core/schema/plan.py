@@ -249,7 +249,6 @@ class PlanDraft(Frozen):
         return self
 
     def _check_bounds_of_rule(self) -> None:
-        """Check that the plan has the bound and the step times that its scheduling rule uses."""
         has_times = self.estimate.step_times is not None
         if (
             isinstance(self.policy, ChunkedSettings)
