@@ -79,19 +79,17 @@ class TokenStream:
     id: int
     submission: Submission
     submitted_s: float
-    prompt_tokens: int
+    seen: Seen
     tokens: list[Token]
     """Tokens so far, if the caller waits for the whole output."""
     cached_tokens: int = 0
     """Number of prompt tokens whose K/V were already cached when the request began."""
-    output_tokens: int = 0
     started_s: float = 0.0
     """Start of the step that first encoded a part of the prompt."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
     """End of the step that sampled the oldest token that has not been written to a client."""
-    seen: Seen | None = None
 
 
 class EngineClient:
@@ -100,10 +98,9 @@ class EngineClient:
     All methods run in the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: observes the requests, and re-plans. None means that the server neither re-plans nor restarts a lost
-            engine."""
+        watch: observes the requests, and re-plans."""
 
-    def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
+    def __init__(self, engine: RemoteEngine, watch: Watch) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
         self.failure: str | None = None
@@ -116,26 +113,19 @@ class EngineClient:
         self.remote = engine
         self._ids = itertools.count()
         self._streams: dict[int, TokenStream] = {}
-        latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
-        self.backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
-        self.live = None if watch is None else Live(engine, self.backlog, watch, self.metrics)
+        self.backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * watch.plan.estimate.latency_s))
+        self.live = Live(engine, self.backlog, watch, self.metrics)
         self._lasting = LastingEngine(
-            engine,
-            running=None if watch is None else lambda: watch.plan,
-            on_step=self._deliver,
-            on_return=self._return,
-            on_failed=self._fail,
+            engine, running=lambda: watch.plan, on_step=self._deliver, on_return=self._return, on_failed=self._fail
         )
 
     def start(self) -> None:
-        if self.watch is not None:
-            self.watch.start(self._lasting.go_over_to, lambda: self.is_draining)
-            self.remote.on_refused = self.watch.go_back
+        self.watch.start(self._lasting.go_over_to, lambda: self.is_draining)
+        self.remote.on_refused = self.watch.go_back
         self._lasting.start()
 
     async def stop(self) -> None:
-        if self.watch is not None:
-            await self.watch.stop()
+        await self.watch.stop()
         await self._lasting.stop()
 
     def drain(self) -> None:
@@ -147,7 +137,7 @@ class EngineClient:
         return len(self._streams)
 
     def _return(self, plan: Plan) -> None:
-        if self.watch is not None and self.watch.plan is not plan:
+        if self.watch.plan is not plan:
             self.watch.go_over_to(plan)
 
     def check_open(self) -> None:
@@ -160,12 +150,12 @@ class EngineClient:
     def retry_after_s(self) -> int:
         """Seconds after which a refused request should be sent again. By then, half of the waiting requests should have
         started."""
-        rate = None if self.watch is None else self.watch.recent.rate_per_s()
+        rate = self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """The result is None if the engine is idle or runs no plan."""
-        if self.watch is None or not self._streams:
+        """The result is None if the engine is idle."""
+        if not self._streams:
             return None
         now_s, slowness = time.perf_counter(), self.watch.step_ratio or 1.0
         return self.backlog.answer_s(now_s, account, num_outputs, self.watch.plan, slowness, self.remote.pool.running)
@@ -189,10 +179,9 @@ class EngineClient:
             account=submission.account,
             arrival_ns=round(submission.read_s * 1e9),
         )
-        stream = TokenStream(generation.id, submission, time.perf_counter(), len(prompt), [])
+        seen = self.watch.arrive(len(prompt), allowance.max_output)
+        stream = TokenStream(generation.id, submission, time.perf_counter(), seen, [])
         self.metrics.handover_s.observe(stream.submitted_s - submission.read_s)
-        if self.watch is not None:
-            stream.seen = self.watch.arrive(len(prompt), allowance.max_output)
         self._streams[stream.id] = stream
         self.backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
         self.metrics.prompt_tokens.inc(len(prompt))
@@ -203,7 +192,7 @@ class EngineClient:
         if self._streams.pop(stream.id, None) is not None:
             self.backlog.leave(stream.id)
             self._lasting.cancel(stream.id)
-            self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
+            self.metrics.note_account(stream.submission.account, stream.seen)
             if finish_reason == "stop":
                 self._end(stream)
             self.metrics.requests.labels(finish_reason).inc()
@@ -212,12 +201,12 @@ class EngineClient:
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
         if stream.submission.has_deadline:
-            self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
+            self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.seen.input_length)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
         del self._streams[stream.id]
         self.backlog.leave(stream.id)
-        self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
+        self.metrics.note_account(stream.submission.account, stream.seen)
         self.metrics.requests.labels("failed").inc()
         if token.token == NO_TOKEN and not token.error:
             error = ApiError(500, NOT_FINITE, code="not_finite")
@@ -228,14 +217,13 @@ class EngineClient:
 
     def _end(self, stream: TokenStream) -> None:
         first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
-        gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
+        gap_s = (whole_s - first_s) / max(stream.seen.generated - 1, 1)
         submission = stream.submission
         is_kept = self.metrics.note_bounds(submission.account, (whole_s, first_s, gap_s), submission.bounds)
         if submission.promise is not None:
             self.backlog.note_answer(*submission.promise, took_s=whole_s)
-        if self.watch is not None and stream.seen is not None:
-            latency_s = time.perf_counter() - stream.started_s
-            self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
+        latency_s = time.perf_counter() - stream.started_s
+        self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
         """A request starts with the step that prefills its first prompt chunk. The engine reads the clock before the
@@ -252,9 +240,8 @@ class EngineClient:
         end_s = max((record.end_ns / 1e9 for record in records), default=now_s)
         for record in records:
             self._note_starts(record)
-            if self.watch is not None:
-                self.watch.note(record)
-            if self.watch is not None and self.watch.wants_step(record):
+            self.watch.note(record)
+            if self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
         metrics.output_tokens.inc(sum(token.finish != "error" for token in tokens))
@@ -270,16 +257,14 @@ class EngineClient:
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
                 metrics.inter_token_s.observe(end_s - stream.last_token_s)
-            stream.output_tokens += 1
-            if stream.seen is not None:
-                stream.seen.generated += 1
+            stream.seen.generated += 1
             stream.last_token_s = end_s
             stream.unwritten_s = stream.unwritten_s or end_s
             if token.finish is not None:
                 del self._streams[token.id]
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
-                metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
+                metrics.note_account(stream.submission.account, stream.seen)
                 self._note_deadline(stream, end_s)
                 self._end(stream)
             if not stream.submission.hold:
@@ -293,8 +278,7 @@ class EngineClient:
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         ids = (*record.decode, *(chunk[0] for chunk in record.encode))
-        found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
-        return {id_: seen for id_, seen in found if seen is not None}
+        return {id_: self._streams[id_].seen for id_ in ids if id_ in self._streams}
 
     def _fail(self, error: XgptError) -> None:
         self.failure = f"the engine has failed: {error}"

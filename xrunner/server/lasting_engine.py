@@ -141,7 +141,7 @@ class LastingEngine:
     requests continue after their last tokens (`Handover`).
 
     Args:
-        running: returns the plan to run. None means that a lost engine is not restarted.
+        running: returns the plan to run.
         on_step: called with the tokens and the records of each step that ends, and with the last tokens of requests
             that cannot continue."""
 
@@ -149,7 +149,7 @@ class LastingEngine:
         self,
         engine: RemoteEngine,
         *,
-        running: Callable[[], Plan] | None,
+        running: Callable[[], Plan],
         on_step: OnStep,
         on_return: Callable[[Plan], None],
         on_failed: Callable[[XgptError], None],
@@ -158,7 +158,7 @@ class LastingEngine:
         self._running = running
         self._on_step, self._on_return, self._on_failed = on_step, on_return, on_failed
         self._handover = Handover()
-        self._good_plan = None if running is None else running()
+        self._good_plan = running()
         """The last plan under which a step has ended."""
         self._records: list[StepRecord] = []
         self._loop: asyncio.AbstractEventLoop
@@ -201,7 +201,7 @@ class LastingEngine:
             MachineError: the engine is being restarted."""
         if self.is_restarting:
             raise MachineError("the engine is being restarted")
-        if self._good_plan is None or plan.replicas == self._good_plan.replicas:
+        if plan.replicas == self._good_plan.replicas:
             self.engine.go_over_to(plan)
             return
         self._start_anew(plan, self._handover.take_back(self.engine))
@@ -235,7 +235,7 @@ class LastingEngine:
                     return
                 records = self._records[:]
                 self._records.clear()
-                if self._running is not None and records and not self.engine.is_changing:
+                if records and not self.engine.is_changing:
                     self._good_plan = self._running()
                 self._on_step(self._handover.note(tokens), records)
                 self._hand_over()
@@ -248,9 +248,6 @@ class LastingEngine:
             self._fail(error)
 
     def _lose(self, error: MachineError) -> None:
-        if self._good_plan is None:
-            self._fail(error)
-            return
         try:
             ended = self._handover.lose(error, self.engine)
         except MachineError as too_often:
@@ -273,11 +270,11 @@ class LastingEngine:
                 await asyncio.to_thread(self.engine.restart, plan)
                 break
             except Exception as error:
-                if self._good_plan not in (None, plan):
+                if plan != self._good_plan:
                     refused, plan = str(error), self._good_plan
                     continue
                 failed = error
-                if isinstance(error, MachineError) and self._good_plan is not None and not self._is_over:
+                if isinstance(error, MachineError) and not self._is_over:
                     try:
                         self._handover.note_loss(error)
                         logger.error("%s; starting it again", error)

@@ -45,9 +45,7 @@ class Limits:
             says = f"it is more than `max_max_tokens={most}`: lower it, or raise the other"
             raise InputError("default_max_tokens", self.default_max_tokens, says)
 
-    def output_rule(self, plan: Plan | None) -> OutputRule:
-        if plan is None:
-            return OutputRule(self.default_max_tokens, self.max_max_tokens)
+    def output_rule(self, plan: Plan) -> OutputRule:
         return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)
 
 
@@ -76,6 +74,6 @@ def check_prompts(
     request: GenerationRequest, prompts: list[list[int]], model: ServedModel, engine: EngineClient, limits: Limits
 ) -> list[CheckedPrompt]:
     """Check prompts, and return them with the limits on their outputs. Raises ApiError (400)."""
-    rule = limits.output_rule(None if engine.watch is None else engine.watch.plan)
+    rule = limits.output_rule(engine.watch.plan)
     kept, memory = (request.kept_of(tokens, model.spec.max_context) for tokens in prompts), engine.remote.pool.limits
     return [CheckedPrompt(tuple(each), check_tokens(each, request, model.spec, memory, rule)) for each in kept]

@@ -84,12 +84,11 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, pages: Pages, _:
     engine.start()
     if keys is not None and keys.path is not None:
         _reload_on_hangup(keys)
-    sampling = None if engine.live is None else asyncio.create_task(engine.live.run())
+    sampling = asyncio.create_task(engine.live.run())
     try:
         yield
     finally:
-        if sampling is not None:
-            sampling.cancel()
+        sampling.cancel()
         pages.close()
         await engine.stop()
 
@@ -155,12 +154,8 @@ def _page(
     return Route(path, show, methods=["GET"])
 
 
-def _warning(engine: EngineClient) -> str | None:
-    return None if engine.watch is None else engine.watch.plan.seeded_weights
-
-
 def _model_routes(engine: EngineClient, model: ServedModel, pages: Pages, *, has_keys: bool) -> Iterator[Route]:
-    warning = _warning(engine)
+    warning = engine.watch.plan.seeded_weights
     now_s, context = int(time.time()), model.spec.max_context
     card = {"object": "model", "created": now_s, "owned_by": "xgpt", "max_model_len": context}
     # Anthropic's clients read these members.
@@ -202,9 +197,7 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
 
 
 def _plan_routes(engine: EngineClient, model: ServedModel, pages: Pages) -> Iterator[Route]:
-    live, watch = engine.live, engine.watch
-    if live is None or watch is None:
-        return
+    live, plan = engine.live, engine.watch.plan
 
     async def decision() -> dict[str, Any] | None:
         try:
@@ -212,7 +205,7 @@ def _plan_routes(engine: EngineClient, model: ServedModel, pages: Pages) -> Iter
         except MachineError as error:
             raise ApiError(503, str(error), code="planning_failed") from None
 
-    page = render_live(f"{model.name}: {watch.plan.policy.kind}", _warning(engine)).encode()
+    page = render_live(f"{model.name}: {plan.policy.kind}", plan.seeded_weights).encode()
     yield _page(pages, "/plan", live.plan)
     yield _page(pages, "/plan/history", live.history)
     yield _route("/plan/decision", lambda _: decision())

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from xgpt.core.schema import Account, Decision, FailedJudgement
 from xgpt.core.schema.constraint import Bounds
+from xgpt.observation.windows import Seen
 from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.watch import Watch
 
@@ -23,7 +24,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 class Metrics:
     """The server's metrics. Only the event loop changes them."""
 
-    def __init__(self, engine: RemoteEngine, watch: Watch | None) -> None:
+    def __init__(self, engine: RemoteEngine, watch: Watch) -> None:
         self._registry = CollectorRegistry()
         self._gauges: list[tuple[Gauge, Callable[[], float]]] = []
         counter, buckets = self._counter, self._buckets
@@ -79,8 +80,7 @@ class Metrics:
         )
         self._registry.register(_Processes(engine))
         self._watch = watch
-        if watch is not None:
-            self._observe(watch)
+        self._observe(watch)
 
     def _observe(self, watch: Watch) -> None:
         text = "Decisions of re-planning, failed ones included, by outcome and cause."
@@ -177,18 +177,18 @@ class Metrics:
         if met:
             self.utility.inc(1 / prompt_tokens)
 
-    def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
+    def note_account(self, account: Account, seen: Seen) -> None:
         for name, tokens in ((account.key, self._accounts), (account.of_class, self._class_tokens)):
             if name:
-                tokens.labels(name, "prompt").inc(prompt_tokens)
-                tokens.labels(name, "output").inc(output_tokens)
+                tokens.labels(name, "prompt").inc(seen.input_length)
+                tokens.labels(name, "output").inc(seen.generated)
 
     def note_bounds(self, account: Account, took: tuple[float, float, float], bounds: Bounds) -> bool | None:
         """Count a complete request, and return whether it kept the bounds of its key, or None if no bounds apply.
 
         A key without bounds has the plan's bounds. A request of a class without bounds always counts as keeping its
         bounds. `took`: seconds to the last and to the first token, and between tokens."""
-        if not (bounds.given or account.of_class or self._watch is None):
+        if not (bounds.given or account.of_class):
             bounds = self._watch.plan.constraint.bounds
         if not (bounds.given or account.of_class):
             return None
@@ -210,7 +210,7 @@ class Metrics:
         """Read the gauges, in the event loop. The function returned makes the page, in any thread."""
         for gauge, read in self._gauges:
             gauge.set(read())
-        now = None if self._watch is None else self._watch.snapshot(lengths_alone=True)
+        now = self._watch.snapshot(lengths_alone=True)
 
         def page() -> bytes:
             observed = None if now is None else now.observation()
