@@ -6,11 +6,12 @@ import threading
 from typing import Protocol
 
 from xgpt.core.errors import MachineError
+from xgpt.core.policies import KvLimits
 from xgpt.core.schema import Plan
 from xrunner.channel.ends import EngineEnd, FrontEnd, pair
 from xrunner.channel.host import EngineHost, HostedEngine, HostedPool
 from xrunner.channel.messages import DecodeDown, decode_up
-from xrunner.channel.remote import FrontConnection, KvLimits, OnStep, RemoteEngine
+from xrunner.channel.remote import FrontConnection, OnStep, RemoteEngine
 
 
 class MemoryAndLimits(HostedPool, KvLimits, Protocol):

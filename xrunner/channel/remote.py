@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from xgpt.core.errors import MachineError
-from xgpt.core.policies import Request
+from xgpt.core.policies import KvLimits
 from xgpt.core.processes import children_of, cpu_s, end, is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
@@ -44,17 +44,6 @@ POLL_S = 0.5
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[StepRecord], None]
-
-
-class KvLimits(Protocol):
-    @property
-    def kv_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def prompt_blocks(self) -> int: ...
-    def can_ever_fit(self, request: Request) -> bool:
-        """Return whether the plan's K/V memory is enough for the request if no other request runs."""
 
 
 class Inside:

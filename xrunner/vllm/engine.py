@@ -13,10 +13,10 @@ from typing import NamedTuple
 from xgpt.core import policies
 from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
-from xgpt.core.policies import Request
+from xgpt.core.policies import KvLimits, Request
 from xgpt.core.processes import children_of, cpu_s, is_at_work
 from xgpt.core.schema import Plan
-from xrunner.channel.remote import FrontConnection, KvLimits, OnStep, RemoteEngine
+from xrunner.channel.remote import FrontConnection, OnStep, RemoteEngine
 from xrunner.generation import Generation
 from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import Launch, launch

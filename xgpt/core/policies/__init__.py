@@ -6,6 +6,7 @@ package.
 
 from xgpt.core.policies.blocks import Blocks, BlockTable
 from xgpt.core.policies.build import build, build_rows
+from xgpt.core.policies.kv_memory import KvLimits
 from xgpt.core.policies.lane_settings import LaneSettings, as_run_by, lane_settings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from xgpt.core.policies.blocks import NOTHING, Blocks, BlockTable, FoundBlocks
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
+
+
+class KvLimits(Protocol):
+    @property
+    def kv_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def prompt_blocks(self) -> int: ...
+    def can_ever_fit(self, request: Request) -> bool:
+        """Return whether the plan's K/V memory is enough for the request if no other request runs."""
 
 
 class KvMemory:

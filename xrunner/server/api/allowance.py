@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xgpt.core.policies import Request
+from xgpt.core.policies import KvLimits, Request
 from xgpt.core.schema import ModelSpec
-from xrunner.channel.remote import KvLimits
 from xrunner.server.api.errors import refuse
 from xrunner.server.api.protocol import GenerationRequest
 
