@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from xrunner.generation import Logprobs, Token
+from xrunner.server.api.calls import CallPiece
 from xrunner.server.api.chat_request import ChatRequest
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.reader import Said
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
 from xrunner.server.api.tools import NamedTool, ToolCall
-from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, TokenReport
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """A token with its log probability, as text.
+
+    Attributes:
+        logprob: log probability, or None for the first token of a prompt.
+        offset: length of the choice's text before the token.
+        top: text, log probability and bytes of each of the most probable tokens.
+        raw: the token's bytes, because a part of a character has no text."""
+
+    text: str
+    logprob: float | None
+    offset: int
+    top: list[tuple[str, float, bytes]]
+    raw: bytes
+
+
+@dataclass(slots=True)
+class Delta:
+    index: int
+    text: str
+    token: int | None
+    """The token to report. None means that it is not shown."""
+    finish: str | None
+    logprobs: LogprobsJson | None = None
+    is_first: bool = False
+    calls: Sequence[CallPiece] = ()
+    may_wait: bool = False
+    """Whether the token may be sent with the next chunk if it adds no text to send."""
+    reasoning: str = ""
+    is_reasoning: bool = False
+    stopped_at: str | None = None
+
+
+class LogprobsJson:
+    """The object `logprobs` of a choice, as JSON text. The text takes a tenth of the memory of the objects."""
+
+    def __init__(self, write: Callable[[TokenReport], dict[str, Any]], rest: dict[str, Any]) -> None:
+        self._write, self._rest = write, rest
+        self._lists: dict[str, bytearray] = {}
+
+    def add(self, report: TokenReport) -> None:
+        for name, item in self._write(report).items():
+            written = self._lists.setdefault(name, bytearray(b"["))
+            if len(written) > 1:
+                written += b","
+            written += msgspec.json.encode(item)
+
+    def items(self, name: str) -> bytes:
+        return bytes(self._lists.get(name, b"[")[1:])
+
+    def render(self) -> bytes:
+        lists: dict[str, Any] = {name: msgspec.Raw(bytes(written) + b"]") for name, written in self._lists.items()}
+        return msgspec.json.encode(lists | self._rest)
 
 
 class Choice:
@@ -25,7 +85,7 @@ class Choice:
         request: GenerationRequest,
         codec: TextCodec | None,
         stop_token_ids: frozenset[int],
-        writer: AnswerWriter,
+        new_logprobs: Callable[[], LogprobsJson],
         prefix: str = "",
         scored: Sequence[int] = (),
         context: Sequence[int] = (),
@@ -57,9 +117,9 @@ class Choice:
         self._reasoning: list[str] = []
         self._num_chars = 0
         self._is_kept = not request.stream
-        self._writer = writer
+        self._new_logprobs = new_logprobs
         if request.num_logprobs is not None:
-            self.logprobs = LogprobsJson(writer)
+            self.logprobs = new_logprobs()
         self._to_score = iter(scored)
         self._echoed = Detokenizer(codec)
         if scored:
@@ -106,7 +166,7 @@ class Choice:
             self._reasoning.append(delta.reasoning)
         delta.is_first, delta.logprobs, delta.stopped_at = is_first, logprobs, self.stopped_at
         if logprobs is not None and not self._is_kept:
-            self.logprobs = LogprobsJson(self._writer)
+            self.logprobs = self._new_logprobs()
         return delta
 
     def _read(self, token: Token) -> Delta:

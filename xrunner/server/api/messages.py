@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from xrunner.server.api.chat_request import (
     Parts,
     reasoning_switch,
 )
+from xrunner.server.api.choices import Choice, Delta, LogprobsJson, TokenReport
 from xrunner.server.api.errors import ApiError, anthropic_error, quoted, refuse
 from xrunner.server.api.protocol import Count, Sampled, Stop
 from xrunner.server.api.tools import (
@@ -31,10 +32,7 @@ from xrunner.server.api.tools import (
     ToolChoice,
 )
 from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
-from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
-
-if TYPE_CHECKING:
-    from xrunner.server.api.choices import Choice
+from xrunner.server.api.writers import PromptTokens
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of the block that Claude Code puts before a system prompt, for Anthropic. The block differs in each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,15 +19,13 @@ from xrunner.server.api.chat_request import (
     Parts,
     TextFormat,
 )
+from xrunner.server.api.choices import Choice, Delta, LogprobsJson, TokenReport
 from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.protocol import MAX_LOGPROBS, Count, OpenAiFields
 from xrunner.server.api.response_tools import CallItems, Chosen, ResponseTool, Toolbox, arguments_of, flat_name
 from xrunner.server.api.tools import MAX_TOOLS, FunctionCall, ToolCall
 from xrunner.server.api.translated import AnswerBlock, BlockWriter, Kind, Translated, named_event, new_id, parts_of
-from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport, scored_token
-
-if TYPE_CHECKING:
-    from xrunner.server.api.choices import Choice
+from xrunner.server.api.writers import PromptTokens, scored_token
 
 NAMES = {
     "messages": "input",

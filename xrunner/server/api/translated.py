@@ -6,17 +6,15 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
 from xrunner.server.api.calls import CallPiece
 from xrunner.server.api.chat_request import ChatRequest, Parts, TextPart
+from xrunner.server.api.choices import Choice, Delta, LogprobsJson
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
-
-if TYPE_CHECKING:
-    from xrunner.server.api.choices import Choice
+from xrunner.server.api.writers import AnswerWriter, PromptTokens, event_line
 
 Kind = Literal["reasoning", "text", "call"]
 

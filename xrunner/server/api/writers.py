@@ -6,52 +6,17 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
-if TYPE_CHECKING:
-    from xrunner.server.api.calls import CallPiece
-    from xrunner.server.api.choices import Choice
-    from xrunner.server.api.errors import ApiError
-    from xrunner.server.api.protocol import GenerationRequest
+from xrunner.server.api.calls import CallPiece
+from xrunner.server.api.choices import Choice, Delta, LogprobsJson, TokenReport
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.protocol import GenerationRequest
 
 COMMENT = b": waiting\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenReport:
-    """A token with its log probability, as text.
-
-    Attributes:
-        logprob: log probability, or None for the first token of a prompt.
-        offset: length of the choice's text before the token.
-        top: text, log probability and bytes of each of the most probable tokens.
-        raw: the token's bytes, because a part of a character has no text."""
-
-    text: str
-    logprob: float | None
-    offset: int
-    top: list[tuple[str, float, bytes]]
-    raw: bytes
-
-
-@dataclass(slots=True)
-class Delta:
-    index: int
-    text: str
-    token: int | None
-    """The token to report. None means that it is not shown."""
-    finish: str | None
-    logprobs: LogprobsJson | None = None
-    is_first: bool = False
-    calls: Sequence[CallPiece] = ()
-    may_wait: bool = False
-    """Whether the token may be sent with the next chunk if it adds no text to send."""
-    reasoning: str = ""
-    is_reasoning: bool = False
-    stopped_at: str | None = None
 
 
 class PromptTokens(NamedTuple):
@@ -69,6 +34,9 @@ class AnswerWriter(ABC):
     """Memory of the parts of the request that the writer keeps."""
     times_scored: ClassVar[int] = 1
     """How many times an answer contains each log probability."""
+
+    def new_logprobs(self) -> LogprobsJson:
+        return LogprobsJson(self.logprobs, self.logprobs_rest)
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
@@ -182,28 +150,6 @@ class Writer(AnswerWriter):
             yield (b"," if index else b"") + msgspec.json.encode(rendered)
         usage = msgspec.json.encode(_usage(prompt, num_tokens, sum(choice.num_reasoning for choice in choices)))
         yield b'],"usage":' + usage + b',"xgpt":' + msgspec.json.encode(timings) + b"}"
-
-
-class LogprobsJson:
-    """The object `logprobs` of a choice, as JSON text. The text takes a tenth of the memory of the objects."""
-
-    def __init__(self, writer: AnswerWriter) -> None:
-        self._writer = writer
-        self._lists: dict[str, bytearray] = {}
-
-    def add(self, report: TokenReport) -> None:
-        for name, item in self._writer.logprobs(report).items():
-            written = self._lists.setdefault(name, bytearray(b"["))
-            if len(written) > 1:
-                written += b","
-            written += msgspec.json.encode(item)
-
-    def items(self, name: str) -> bytes:
-        return bytes(self._lists.get(name, b"[")[1:])
-
-    def render(self) -> bytes:
-        lists: dict[str, Any] = {name: msgspec.Raw(bytes(written) + b"]") for name, written in self._lists.items()}
-        return msgspec.json.encode(lists | self._writer.logprobs_rest)
 
 
 class CompletionWriter(Writer):

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from xgpt.core.schema.constraint import Bounds
 from xrunner.generation import Logprobs, Token, of_choices
 from xrunner.server.access.quota import Quota
-from xrunner.server.api.choices import Choice
+from xrunner.server.api.choices import Choice, Delta
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.text import CONTEXT, ServedModel
-from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
+from xrunner.server.api.writers import AnswerWriter, PromptTokens
 from xrunner.server.engine_client import EngineClient, Inbox, Promise, Submission, TokenStream
 from xrunner.server.request_info import RequestInfo
 from xrunner.server.submission import CheckedPrompt, Limits
@@ -109,7 +109,7 @@ class Outputs:
                     self._request,
                     self._codec,
                     self.stop_token_ids,
-                    self._writer,
+                    self._writer.new_logprobs,
                     prompt.echo,
                     prompt.tokens if sampling.prompt_logprobs is not None else (),
                     prompt.tokens[-CONTEXT:] if self._request.goes_on else (),

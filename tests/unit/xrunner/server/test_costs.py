@@ -26,6 +26,7 @@ from xrunner.logs import log_json
 from xrunner.prefixes import Prefixes
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat_request import ChatRequest, TokenizeRequest
+from xrunner.server.api.choices import Delta, TokenReport
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.messages import MessagesRequest
 from xrunner.server.api.parsing import (
@@ -40,7 +41,7 @@ from xrunner.server.api.protocol import CompletionRequest, DetokenizeRequest
 from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.text import TextCodec
-from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
+from xrunner.server.api.writers import PromptTokens
 from xrunner.server.http import bodies, outputs
 from xrunner.server.submission import Limits
 
@@ -294,7 +295,7 @@ def test_a_stream_keeps_log_probabilities_as_text() -> None:
     tracemalloc.start(50)
     try:
         for number in range(300):
-            logprobs = LogprobsJson(writer)
+            logprobs = writer.new_logprobs()
             logprobs.add(TokenReport("x", -1.0, number, [(f"token {i}", -2.0, b"token") for i in range(20)], b"x"))
             writer.chunk(Delta(0, "x", 5, None, logprobs), None, prompt, number)
         from_here = tracemalloc.Filter(True, __file__, all_frames=True)  # other threads allocate, too

@@ -35,7 +35,7 @@ from xrunner.channel.ends import EngineEnd, FrontEnd, pair
 from xrunner.channel.host import EngineHost
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
-from xrunner.server.api.writers import Delta
+from xrunner.server.api.choices import Delta
 from xrunner.server.http.outputs import Outputs
 from xrunner.server.http.process import serve
 from xrunner.server.observe.watch import Watch

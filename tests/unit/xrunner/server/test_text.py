@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import byte_codec
 from xgpt.core.errors import InputError
+from xrunner.server.api.choices import Delta
 from xrunner.server.api.text import REPLACEMENT, Detokenizer, StopStrings, TextCodec, load_tokenizer
-from xrunner.server.api.writers import ChatWriter, CompletionWriter, Delta
+from xrunner.server.api.writers import ChatWriter, CompletionWriter
 
 CODEC = byte_codec()
 TOKENIZER = CODEC.tokenizer

@@ -49,7 +49,7 @@ def test_calls_come_alone_where_they_may_not_be_parallel(parallel: bool | None, 
         "parallel_tool_calls": parallel,
     }
     writer = ChatWriter("m", 0, include_usage=False, continuous=False)
-    choice = Choice(0, parse_chat(json.dumps(body).encode()), None, frozenset(), writer)
+    choice = Choice(0, parse_chat(json.dumps(body).encode()), None, frozenset(), writer.new_logprobs)
     assert choice._reader is not None
     choice._reader.push(f"{CALL}\n{CALL}")
     pieces = choice.push(Token(0, 2, "stop")).calls
