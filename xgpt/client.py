@@ -246,13 +246,13 @@ async def _until(
     return [each.result() for each in sending if not each.cancelled()]
 
 
-async def served_model(url: str, api_key: str | None = None, ca_file: Path | None = None) -> str:
+async def served_model(url: str, api_key: str | None = None) -> str:
     """Return the name of the model that the server at `url` serves.
 
     Raises:
         MachineError: no server answers at `url`, or not as an OpenAI-compatible endpoint does.
     """
-    async with _Connections(url, ca_file, api_key) as connections, connections.one() as connection:
+    async with _Connections(url, None, api_key) as connections, connections.one() as connection:
         return (await _served_model(connection, url)).id
 
 

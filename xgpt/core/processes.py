@@ -106,9 +106,9 @@ def children_of(process: int) -> list[int]:
     return started
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.bind((host, 0))
+def free_port() -> int:
+    with socket.socket(socket.AF_INET) as found:
+        found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
 

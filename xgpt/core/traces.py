@@ -55,15 +55,15 @@ def trace_name(path: Path) -> str:
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
-def read_workload(path: Path, field: str = "workload") -> Workload:
-    if is_metrics(head_of(path, field)):
-        return read_metrics(path, trace_name(path), field)
-    lengths = read_lengths(path, field)
+def read_workload(path: Path) -> Workload:
+    if is_metrics(head_of(path, "workload")):
+        return read_metrics(path, trace_name(path), "workload")
+    lengths = read_lengths(path)
     return Workload(name=trace_name(path), input=binned(lengths.input), output=binned(lengths.output))
 
 
-def has_requests(path: Path, field: str = "workload") -> bool:
-    return is_trace(path) and not is_metrics(head_of(path, field))
+def has_requests(path: Path) -> bool:
+    return is_trace(path) and not is_metrics(head_of(path, "workload"))
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:

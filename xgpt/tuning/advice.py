@@ -16,12 +16,7 @@ PORT = 8000
 
 
 def advise(
-    tuner: Tuner,
-    now: int | None,
-    command: Callable[[int], str | None],
-    unit: str = "requests/s",
-    *,
-    least_gain: float = TOLERANCE,
+    tuner: Tuner, now: int | None, command: Callable[[int], str | None], unit: str = "requests/s"
 ) -> Recommendation:
     model, draws = tuner.model, tuner.belief.draws
     standing = tuner.standing()
@@ -30,7 +25,7 @@ def advise(
     if now is not None and standing.best in (None, now):
         best = _rival(draws, now)
     ratio = draws[:, best] / np.maximum(draws[:, now], 1e-9) if now is not None else None
-    gains = None if ratio is None else float(np.mean(ratio >= 1 + least_gain))
+    gains = None if ratio is None else float(np.mean(ratio >= 1 + TOLERANCE))
     changes = ratio is None or (gains is not None and gains >= 0.5)
     action: Action = "run" if now is None else "change" if changes else "keep"
     chosen = best if changes or now is None else now
@@ -51,16 +46,16 @@ def advise(
         gain=gain,
         rejected=_offer(tuner, draws, best, command) if action == "keep" else None,
         confidence=sure,
-        why=_why(action, sure or 0.0, least_gain, unit),
+        why=_why(action, sure or 0.0, unit),
         limit_per_s=standing.most,
         limit_gap=None if not means[chosen] else max(0.0, standing.most / float(means[chosen]) - 1),
     )
 
 
-def _why(action: Action, sure: float, least_gain: float, unit: str) -> str:
+def _why(action: Action, sure: float, unit: str) -> str:
     words = {
-        "keep": f"no other setting gains {100 * least_gain:.0f}%, with a probability of {100 * sure:.0f}%",
-        "change": f"it gains at least {100 * least_gain:.0f}%, with a probability of {100 * sure:.0f}%",
+        "keep": f"no other setting gains {100 * TOLERANCE:.0f}%, with a probability of {100 * sure:.0f}%",
+        "change": f"it gains at least {100 * TOLERANCE:.0f}%, with a probability of {100 * sure:.0f}%",
         "run": f"no other setting is more than {100 * TOLERANCE:.0f}% better, with a probability of {100 * sure:.0f}%",
     }
     more = "" if sure >= SURE or action == "run" or unit != "requests/s" else "; `xgpt tune` measures until it is 95%"

@@ -107,16 +107,11 @@ def _resized(command: str, other: str) -> str:
 
 
 def engine_problem(
-    request: ProblemRequest,
-    current: str | None,
-    progress: Progress | None = None,
-    default: str = "vllm",
-    also: Sequence[str] = (),
+    request: ProblemRequest, current: str | None, progress: Progress | None = None, also: Sequence[str] = ()
 ) -> EngineProblem:
     """Return the problem of a request.
 
     Args:
-        default: the engine if neither the request, its profile nor the command names one.
         also: flags with which every setting is tried, too, each as FLAG or FLAG=VALUE,VALUE.
 
     Raises:
@@ -131,7 +126,7 @@ def engine_problem(
     running = None if current is None else read_current(current, cluster)
     if running is not None:
         planned = _with_model(planned, running)
-    name = planned.engine or (default if running is None else engine_name(running))
+    name = planned.engine or ("vllm" if running is None else engine_name(running))
     problem, prior = _resolved(planned, name, cluster, progress)
     if problem.engine is None or problem.engine.scheduler != "own":
         raise InputError("engine", None if problem.engine is None else problem.engine.name, "give vllm, sglang or xgpt")
