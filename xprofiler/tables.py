@@ -378,15 +378,11 @@ def mean_surface(surfaces: Sequence[Surface], weights: Sequence[float]) -> Surfa
         logs = np.log(np.maximum(np.asarray(surface.seconds), LEAST_S))
         for axis, points, known in ((0, batches, surface.batches), (1, lengths, surface.lengths)):
             x, at = np.log(points), np.log(known)
-            logs = np.apply_along_axis(partial(_along, x, at), axis, logs)
+            logs = np.apply_along_axis(partial(interpolate, x, at), axis, logs)
         total += weight * np.exp(logs)
     return Surface(
         batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, total.tolist()))
     )
-
-
-def _along(x: Array, points: Array, values: Array) -> Array:
-    return interpolate(x, points, values)
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:

@@ -115,10 +115,6 @@ Down = Submit | Cancel | Follow
 Up = Ready | Alive | Began | Stepped | Rested | Followed | Refused | Failed
 
 
-def _enc_hook(value: Any) -> str:
-    return str(value)
-
-
 class _Before:
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
@@ -173,6 +169,6 @@ class DecodeDown:
         return message
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode
+encode = msgspec.msgpack.Encoder(enc_hook=str).encode
 _decode_down = msgspec.msgpack.Decoder(Down).decode
 decode_up = msgspec.msgpack.Decoder(Up).decode
