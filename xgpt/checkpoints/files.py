@@ -47,7 +47,7 @@ def read_spec(directory: Path) -> ModelSpec:
         InputError: there is no config.json, the family or variant is not supported, a field is not known, or the
             directory contains an adapter.
     """
-    if _read_object(directory / "config.json") is None:
+    if read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must contain a config.json; give that of a checkpoint")
     if (adapter := directory / "adapter_config.json").is_file():
         says = "adapters are not supported: merge this one into the weights, or remove it"
@@ -67,10 +67,10 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    config = _read_object(path) or {}
-    generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
+    config = read_object(path) or {}
+    generation = {} if directory is None else read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
-    side = _read_object(path.parent / "hf_quant_config.json")
+    side = read_object(path.parent / "hf_quant_config.json")
     named = directory or (path.parent if path.name == "config.json" else path.with_suffix(""))
     spec = spec_of(config, named.resolve().name, generation, headers, side, str(path))
     end = None if directory is None else _tokenizer_end(directory)
@@ -132,7 +132,7 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
         InputError: a value is out of its range.
     """
     path = directory / "generation_config.json"
-    generation = _read_object(path) or {}
+    generation = read_object(path) or {}
     settings = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
     for name, value in settings.items():
         low, high = SAMPLING_RANGES[name]
@@ -143,12 +143,12 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 def default_output(directory: Path) -> int | None:
     """Return the default limit on output tokens in generation_config.json, or None if it states no limit."""
-    most = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
+    most = (read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
     return most if type(most) is int and most > 0 else None
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    settings = _read_object(directory / "tokenizer_config.json") or {}
+    settings = read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
     if not isinstance(text, str):
@@ -156,22 +156,26 @@ def _tokenizer_end(directory: Path) -> int | None:
     listed = settings.get("added_tokens_decoder")
     entries = [(id_, entry) for id_, entry in listed.items()] if isinstance(listed, dict) else []
     if not entries:
-        added = (_read_object(directory / "tokenizer.json") or {}).get("added_tokens")
+        added = (read_object(directory / "tokenizer.json") or {}).get("added_tokens")
         entries = [(str(entry.get("id")), entry) for entry in added if isinstance(entry, dict)] if added else []
     ids = (id_ for id_, entry in entries if isinstance(entry, dict) and entry.get("content") == text)
     return next((int(id_) for id_ in ids if id_.isdecimal()), None)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path, field: str = "model") -> dict[str, Any] | None:
+    """Return the JSON object in a file of a checkpoint, or None if there is no such file.
+
+    Raises:
+        InputError: the file is not a JSON object. The error is about `field`.
+    """
     if not path.exists():
         return None
     try:
-        value = read_json(read_text(path, "model"))
+        value = read_json(read_text(path, field))
     except ValueError as error:
-        says = f"it cannot be read as JSON: {error}; fetch the checkpoint again"
-        raise InputError("model", str(path), says) from None
+        raise InputError(field, str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again") from None
     if not isinstance(value, dict):
-        raise InputError("model", str(path), "it must contain a JSON object")
+        raise InputError(field, str(path), "it must contain a JSON object")
     return value
 
 

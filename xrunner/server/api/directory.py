@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from xgpt.checkpoints.files import read_object
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, cut
 from xgpt.core.io import read_text
@@ -64,17 +65,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
 
 def read_settings(checkpoint: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, empty if there is none. Raises InputError: the file is not a JSON object."""
-    path = checkpoint / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = read_json(read_text(path, "tokenizer_config"))
-    except ValueError as error:
-        says = f"it cannot be read as JSON: {error}; fetch the checkpoint again"
-        raise InputError("tokenizer_config", str(path), says) from None
-    if not isinstance(config, dict):
-        raise InputError("tokenizer_config", str(path), "it must contain a JSON object")
-    return config
+    return read_object(checkpoint / "tokenizer_config.json", "tokenizer_config") or {}
 
 
 def token_text(token: object) -> str | None:
