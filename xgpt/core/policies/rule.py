@@ -6,11 +6,13 @@
     slack     the same, until a running request's next token would be late     all
     rra       in the first step of a phase, prompts of `encode_tokens` tokens  all, except in that step
     static    once nobody runs, those of a whole batch (`OneLane`)             all, after these steps
+    waa       on a lane of its own, a batch once all of it fits (`waa`)        all, on the other lane
+    in rows   as static, in rows and slots once these are free (`row_pool`)    all, after these steps
 
 Who enters next is the first in the plan's order (`Pool.waiting`). If its K/V does not fit, nobody enters
 (`Pool.can_admit`). If a decoding request needs a block and none is left, the request that entered last is preempted or,
 under `reserve`, the last one that has more than its promise (`Pool.make_room`). The policies' values are in
-`lane_settings`; policy waa has a rule of its own (`waa`).
+`lane_settings`.
 
 A phase is a step that encodes, with the decode steps after it. The rule draws no random numbers, and knows only the
 time that the engine has told its schedule (`Schedule.expire`). So the same submissions, steps, endings and times give
