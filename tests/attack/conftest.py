@@ -96,7 +96,7 @@ def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, obj
                 peak.append(target.rss_bytes())
 
         with target.felt() as calm:
-            time.sleep(1)
+            time.sleep(1 if is_reported or is_long(request) else 0.2)
         watching = threading.Thread(target=watch)
         watching.start()
         begin_s = time.monotonic()

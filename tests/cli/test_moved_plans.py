@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
+from xgpt.core.errors import InputError
 from xgpt.core.io import cache_dir, load_json
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.tuning import DrivenLoad
@@ -87,6 +88,26 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
     (there / "tokenizer.json").write_text("[" * 500_000)
     line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
     assert "tokenizer.json" in line and "nests too deeply" in line
+
+
+def test_a_weight_that_is_missing_is_said_by_a_dry_run_and_by_the_engine(xgpt: Xgpt, local_plan: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from xgpt.serving.engine_process import EngineOrder, _build
+
+    (weights,) = Path("model").glob("*.safetensors")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("fc1.weight"))
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, weights)
+    missing = f"its safetensors must contain {name}"
+    assert missing in xgpt.fails(2, "serve", str(local_plan), "--dry-run")
+    plan = load_json(local_plan, Plan, "plan")
+    stages = tuple(stage.but(tp=2, devices=(0, 1)) for stage in plan.stages)
+    cluster = plan.cluster.but(devices_per_node=2)
+    for each in (plan, plan.model_copy(update={"stages": stages, "cluster": cluster})):
+        order = EngineOrder(plan=each, batching="flat", reuse=True, log_level="info")
+        with pytest.raises(InputError, match=missing):
+            _build(order, lambda record: None)
 
 
 def test_seeded_weights_are_said(xgpt: Xgpt) -> None:

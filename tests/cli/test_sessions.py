@@ -92,10 +92,9 @@ def test_a_log_is_planned_and_replayed_in_its_sessions(xgpt: Xgpt) -> None:
     assert "it applies only to independent requests" in xgpt.fails(2, "simulate", "plan.json", "--clients", "3")
 
 
-SERVED = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 256"
+SERVED = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 4"
 
 
-@pytest.mark.usefixtures("full_simulations")
 def test_what_runs_now_is_compared_in_sessions(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """--explain planned independent requests under looser bounds, and ended in an internal error for some. Rates of
     what runs now were at most its throughput without what turns find.

@@ -14,7 +14,7 @@ from benchmarks import certificates, xpyd
 from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, Spaces
 from tests.contract.test_claims import Case
-from tests.rings import few
+from tests.rings import examples, few
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, PlanDraft, SearchEffort, StageLane, Workload
 from xgpt.core.schema.plan import rate_of
@@ -244,13 +244,13 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
     by = scheduler(subject)
     (space,) = by.candidates.spaces(kind)
     rates = []
-    for i in np.unique(np.geomspace(1, space.num_points, 30).astype(int)) - 1:
+    for i in np.unique(np.geomspace(1, space.num_points, examples(30, 12)).astype(int)) - 1:
         plan = by.draft_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
         if plan is not None:
             rates.append(
                 rate_of_some(with_simulated_figures(plan, subject.profile), subject, capacity.LASTING_REQUESTS)
             )
-    assert len(rates) > 20
+    assert len(rates) > examples(20, 8)
     assert max(rates) <= rate_of(best) * (1 + best.search.gap)
     assert rate_of(best) >= max(rates) / 1.02
 

@@ -7,7 +7,7 @@ import pytest
 
 import xgpt
 from tests.contract.scenarios import problem
-from tests.rings import few
+from tests.rings import examples, few
 from xgpt.core.errors import InputError
 from xgpt.core.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
 from xgpt.core.schema import Histogram, OrcaSettings, RraSettings, WaaSettings, Workload
@@ -94,7 +94,8 @@ def test_999_of_1000_phases_of_a_plan_fit(kind: str) -> None:
 
     def preempting(share: float) -> float:
         stages = [stage.model_copy(update={"kv_blocks": int(share * stage.kv_blocks)}) for stage in plan.stages]
-        run = xgpt.simulate(plan.model_copy(update={"stages": tuple(stages)}), num_requests=6000, keep_steps=True)
+        less = plan.model_copy(update={"stages": tuple(stages)})
+        run = xgpt.simulate(less, num_requests=examples(6000, 2000), keep_steps=True)
         return sum(bool(step.preempted) for step in run.steps) / sum(bool(step.encode) for step in run.steps)
 
     assert preempting(1.0) <= 0.001

@@ -37,11 +37,6 @@ async def struck(server: Served, blow: signal.Signals) -> list[ClientResult]:
     return results
 
 
-def mapped(pid: int | None) -> str:
-    """Return the files that a process has in memory."""
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "blow"),
     few([("one device", signal.SIGKILL), ("one device", signal.SIGSTOP), *((name, signal.SIGKILL) for name in PLANS)]),
@@ -52,8 +47,6 @@ def test_a_lost_engine_is_replaced_and_every_stream_goes_on(
     what = PLANS[name]() if name in PLANS else plan(one_lane([1]))
     with served(what, tmp_path) as server:
         results = asyncio.run(struck(server, blow))
-        if name not in PLANS:
-            assert "libtorch" in mapped(server.engine) and "libtorch" not in mapped(server.process.pid)
         sockets = listening(server.process.pid)
     assert [result.error for result in results] == [None] * COUNT
     assert [result.token_ids for result in results] == expected

@@ -14,7 +14,6 @@ from xgpt import api
 from xgpt.cli import options
 from xgpt.cli.options import unchecked_file, write
 from xgpt.core.errors import MachineError
-from xgpt.exporting.export import missing
 
 if TYPE_CHECKING:
     from xgpt.exporting.export import Target
@@ -42,6 +41,8 @@ def export(plan_path: str, target: Target, output: str, monitoring: str, check: 
         write(file, found.files[name])
     lines = [need.remedy for need in found.needs]
     if check:
+        from xgpt.exporting.export import missing
+
         lines = missing(found, output)
     click.echo(
         "\n".join([f"next, in {output}:", *(f"  {line}" for line in (*([] if check else lines), *found.starts))])

@@ -98,8 +98,8 @@ def _device_here(plan: Plan) -> str:
 
 
 def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> None:
-    """Check that xgpt's own engine can serve a plan here: check the plan's engine, devices, dtype, memory and
-    checkpoint.
+    """Check that xgpt's own engine can serve a plan here: check the plan's engine, devices, dtype, memory and the shape
+    of its checkpoint's model. `check_weights` checks the weights.
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
@@ -107,7 +107,7 @@ def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> No
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: the plan is for another engine, or the checkpoint is missing, broken, or of another shape.
+        InputError: the plan is for another engine, or the checkpoint is missing or of another model.
     """
     check_xgpt_runs(plan, ray)
     if ray is not None:
@@ -118,8 +118,6 @@ def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> No
         count, checkpoint = nodes * plan.replicas, plan.checkpoint
         on_ray.examine(ray, count, devices, gpus=gpus, checkpoint=checkpoint, waits=waits)
     if plan.checkpoint is not None:
-        from xrunner.weights import Checkpoint, check_weights
-
         try:
             found = read_spec(Path(plan.checkpoint)).but(name=plan.model.name)
         except InputError as error:
@@ -132,7 +130,17 @@ def check_plan(plan: Plan, ray: str | None = None, *, waits: bool = False) -> No
                 f"its {differs} is {getattr(found, differs)!r}, but the plan's is {getattr(plan.model, differs)!r}"
             )
             raise InputError("plan.checkpoint", plan.checkpoint, f"{accepted}: plan again for this checkpoint")
-        check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
+
+
+def check_weights(plan: Plan) -> None:
+    """Refuse a plan's checkpoint if a weight is missing or has another shape, before memory is allocated.
+
+    This loads torch, which a server's front never needs: its engine calls this.
+    """
+    if plan.checkpoint is not None:
+        from xrunner import weights
+
+        weights.check_weights(plan.model, plan.dtype, weights.Checkpoint(Path(plan.checkpoint)))
 
 
 def check_planned(plan: Plan) -> None:

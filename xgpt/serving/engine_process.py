@@ -26,7 +26,7 @@ from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.rules import load_rule
-from xgpt.serving.checking import check_devices, nodes_of
+from xgpt.serving.checking import check_devices, check_weights, nodes_of
 from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine
 from xrunner.build import WorkerSettings, build_row_worker, build_worker, warm_up, whole_worker
@@ -185,6 +185,7 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
     is_alone = _is_alone(order)
     listener = CoreWaitMeter(on_step) if order.core_waits and is_alone else on_step
     rule = None if order.rule is None else load_rule(order.rule)
+    check_weights(order.plan)
     engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse, rule=rule)
     if is_alone:
         take_cores()

@@ -25,7 +25,7 @@ from xgpt.core.processes import raise_file_limit, stops_on_signal
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.rules import load_rule
-from xgpt.serving.checking import check_plan, check_plan_for_vllm, located, missing
+from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_weights, located, missing
 from xgpt.serving.running import running
 from xprofiler.others import differences
 from xprofiler.store import profile_of
@@ -177,6 +177,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()
+        if request.engine != "vllm":
+            check_weights(plan)
         if plan.checkpoint is not None:
             load_tokenizer(Path(plan.checkpoint))
         for line in missing(plan, request.profile, replan=request.replan):

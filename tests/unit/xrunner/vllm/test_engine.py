@@ -55,6 +55,23 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """The engine of a plan, started once for all tests that leave it without requests."""
+    program, started = str(fake_vllm.program(tmp_path_factory.mktemp("idle"))), dict[str, VllmEngine]()
+
+    def engine_of(plan: Plan) -> VllmEngine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PYTHON_VARIABLE, program)
+            if (key := plan.model_dump_json()) not in started:
+                started[key] = VllmEngine(plan)
+        return started[key]
+
+    yield engine_of
+    for engine in started.values():
+        engine.close()
+
+
 def submit(engine: VllmEngine, prompts: list[tuple[int, ...]], max_output: int = 6, **fields: Any) -> None:
     for id_, prompt in enumerate(prompts):
         engine.submit(Generation(id_, prompt, max_output, **fields))
@@ -76,9 +93,8 @@ def ids(tokens: list[Token]) -> list[int]:
     return [token.token for token in tokens]
 
 
-@pytest.mark.parametrize("plan", few([GROUPS, ORCA, WAA]), ids=["prefill groups", "one lane", "waa"])
-def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: Start) -> None:
-    engine = start(plan)
+def check_tokens(engine: VllmEngine) -> None:
+    """Every request has its own tokens, and leaves nothing."""
     submit(engine, PROMPTS)
     got = run(engine, len(PROMPTS))
     assert [ids(got[id_]) for id_ in range(len(PROMPTS))] == [expected_tokens(prompt, 6) for prompt in PROMPTS]
@@ -87,8 +103,8 @@ def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: 
 
 
 @pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
-def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> None:
-    engine = start(plan)
+def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, idle: Start) -> None:
+    engine = idle(plan)
     prompts = [*PROMPTS[:5], (fake_vllm.FAILS, 1, 2), *PROMPTS[5:10]]
     submit(engine, prompts)
     got = run(engine, len(prompts))
@@ -98,8 +114,8 @@ def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> N
 
 
 @pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
-def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> None:
-    engine = start(plan)
+def test_cancelled_requests_make_room_for_others(plan: Plan, idle: Start) -> None:
+    engine = idle(plan)
     submit(engine, PROMPTS, max_output=100)
     while len(engine.pool.running) < 4:
         engine.step()
@@ -188,11 +204,11 @@ def test_a_vllm_that_does_not_start_says_why(tmp_path: Path, start: Start, monke
         start(ORCA)
 
 
-def test_steps_are_told_as_they_were_executed(start: Start) -> None:
+def test_steps_are_told_as_they_were_executed(idle: Start) -> None:
     log: list[StepRecord] = []
-    engine = start(ORCA, on_step=log.append)
-    submit(engine, PROMPTS)
-    run(engine, len(PROMPTS))
+    engine = idle(ORCA)
+    engine.listen(log.append)
+    check_tokens(engine)
     assert sorted(arrival.id for record in log for arrival in record.arrivals) == list(range(len(PROMPTS)))
     assert sorted(id_ for record in log for id_ in record.finished) == list(range(len(PROMPTS)))
     assert all(record.start_ns <= record.end_ns <= time.perf_counter_ns() for record in log)
@@ -202,8 +218,7 @@ def test_steps_are_told_as_they_were_executed(start: Start) -> None:
 def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
     log: list[StepRecord] = []
     engine = start(WAA, on_step=log.append)
-    submit(engine, PROMPTS)
-    run(engine, len(PROMPTS))
+    check_tokens(engine)
     assert sorted(arrival.id for record in log for arrival in record.arrivals) == list(range(len(PROMPTS)))
     assert sorted(id_ for record in log for id_ in record.finished) == list(range(len(PROMPTS)))
     assert {record.lane for record in log} == {"encode", "decode"}
@@ -214,9 +229,7 @@ def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
 def test_prompts_go_to_all_prefill_groups(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.05")
     log: list[StepRecord] = []
-    engine = start(GROUPS, on_step=log.append)
-    submit(engine, PROMPTS)
-    run(engine, len(PROMPTS))
+    check_tokens(start(GROUPS, on_step=log.append))
     encoded = [record for record in log if record.lane == "encode"]
     assert sorted(chunk[0] for record in encoded for chunk in record.encode) == list(range(len(PROMPTS)))
     assert any(one.start_ns < other.start_ns < one.end_ns for one in encoded for other in encoded)
@@ -299,10 +312,9 @@ def test_a_plan_of_another_memory_waits_until_no_request_runs(start: Start) -> N
     assert [len(got[id_]) for id_ in range(100, 103)] == [3, 3, 3] and 103 not in got
 
 
-def test_what_vllm_cannot_run_is_refused_before_it_is_asked(start: Start) -> None:
-    engine = start(ORCA)
+def test_what_vllm_cannot_run_is_refused_before_it_is_asked(start: Start, idle: Start) -> None:
     with pytest.raises(InputError, match="frees a slot"):
-        engine.go_over_to(ORCA.model_copy(update={"policy": StaticSettings(batch=4)}))
+        idle(ORCA).go_over_to(ORCA.model_copy(update={"policy": StaticSettings(batch=4)}))
     for plan, says in (
         (WAA.model_copy(update={"replicas": 2}), "plan for 2 devices"),
         (WAA.model_copy(update={"admission": WAA.admission.model_copy(update={"kv": "quantile"})}), "admission.kv"),

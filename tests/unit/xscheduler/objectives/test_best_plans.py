@@ -126,8 +126,9 @@ def test_a_rate_that_lasts_only_for_the_requests_of_a_search_is_refused(monkeypa
     monkeypatch.setattr("xsimulator.capacity.LASTING_REQUESTS", 16_000)
     asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "engine": "vllm"}
     bounds = {"latency_bound_s": None, "ttft_s": 2, "tpot_s": 0.06, "quantile": 0.9}
+    best = {"tp": 2, "replicas": 2, "token_budget": 608, "max_batch": 112}
     with pytest.raises(InfeasibleError, match=r"16\.3 requests/s"):
-        api.solve(**asked, **bounds, policy="chunked", arrival_rate_per_s=16.3)
+        api.solve(**asked, **bounds, policy="chunked", arrival_rate_per_s=16.3, fix=best)
 
 
 def test_a_plan_whose_rate_does_not_last_is_left_out(monkeypatch):
