@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import xgpt
+from tests.rings import examples
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
@@ -55,7 +56,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[list[PlanDraft], Profile]:
 @pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.long), 24])
 def test_counts_and_engine_agree(planned: tuple[list[PlanDraft], Profile], size: int) -> None:
     plans, profile = planned
-    for seed, plan, blocks in product(range(2), plans, (4000, 500, 60)):
+    for seed, plan, blocks in product(range(examples(2, 1)), plans, (4000, 500, 60)):
         log = _log(100, 40.0, seed, size)
         least = -(-int((log.input + LONGEST).max()) // plan.block_size) + 1
         plan = plan.but(stages=tuple(stage.but(kv_blocks=max(blocks, least)) for stage in plan.stages))

@@ -102,7 +102,7 @@ def test_outputs_keep_to_their_schema_while_others_run(target: Target) -> None:
 
 
 def test_functions_are_called(target: Target) -> None:
-    for seed in range(10):
+    for seed in range(examples(10, 4)):
         choice = chat(target, tools=TOOLS, tool_choice="required", seed=seed)
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
         (call,) = choice["message"]["tool_calls"]

@@ -297,7 +297,7 @@ def test_tune_through_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(driving, "LEAST_S", 0.2)
     monkeypatch.setattr(engines, "LOOK_S", 0.05)
-    monkeypatch.setattr(driving, "MOST_LOADS", 3)
+    monkeypatch.setattr(driving, "MOST_LOADS", 2)
     monkeypatch.setenv("FAKE_MOST_SEQS", "700")
     start = f"cd {ROOT} && exec {sys.executable} -m tests.fake_engine m --port {{port}} {{flags}}"
     asked = "tune --model llama-3.1-8b --cluster h200x1 --workload translation --ttft 0.4 --tpot 0.05 --quantile 0.9"
