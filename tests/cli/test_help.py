@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from click.shell_completion import ShellComplete
 
-from tests.cli.commands import Xgpt
+from tests.cli.commands import Xgpt, once
 from tools.make_schema import FOLDER
 from xgpt.cli import COMMANDS, GROUPS, cli, commands, in_options
 
@@ -68,6 +68,7 @@ def test_words_are_completed() -> None:
 
 def test_doctor_tells_of_the_machine(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XGPT_VLLM_PYTHON", "/no/such/python")
+    once(monkeypatch, "doctor")
     ran = xgpt("doctor", "--json")
     assert ran.code == 0
     jsonschema.validate(json.loads(ran.out), json.loads((FOLDER / "doctor.json").read_text()))

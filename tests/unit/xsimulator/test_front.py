@@ -18,6 +18,7 @@ def planned(**more: Any) -> Plan:
     return api.solve(
         model="llama-3.1-8b",
         cluster="b200x8",
+        devices=2,
         workload="chat-short",
         latency_bound_s=20,
         engine="vllm",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.contract.scenarios import problem
+from tests.rings import examples
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Constraint, Jitter, Profile
 from xgpt.core.workload import TraceLengths
@@ -70,7 +71,7 @@ def test_only_gaps_that_are_single_steps_get_longer() -> None:
     plan = Arrivals(Scheduler(subject.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
     jittery = subject.profile.model_copy(update={"jitter": STALLS.times(100)})  # as long as this plan's longest steps
     calm, shaken, again, slowed = (
-        simulate(plan, profile, subject.workload, 5000, np.random.default_rng(0))[0]
+        simulate(plan, profile, subject.workload, examples(5000, 1500), np.random.default_rng(0))[0]
         for profile in (subject.profile, jittery, jittery, jittery.slowed(1.5))
     )
     assert (shaken.itl_p99_s, shaken.latency_s) == (again.itl_p99_s, again.latency_s)
