@@ -179,7 +179,7 @@ def run(case: Case, state: Path) -> dict[str, Row]:
     if missing:
         day = case.draw(1)
         found = tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in best.kinds)
-        model = FleetModel(day, cut(day, case.interval_s), found)
+        model = FleetModel(day, cut(day, case.interval_s, found[0].kind.plan.model), found)
     for name, recommend in missing.items():
         first = fleet.intervals[0].replicas
         done = simulate_day(fleet, day.requests, day.seconds, recommend, LOOK_S, first)

@@ -45,7 +45,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None, shared: int 
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         MachineError: the machine cannot be measured.
     """
-    spec, checkpoint, found = _model(request)
+    spec, checkpoint, found = model_of(request)
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if request.price is not None:
         cluster = cluster.but(price_per_device_hour=request.price)
@@ -99,7 +99,8 @@ def _given(request: PlanRequest) -> Workload:
 
 
 def _lengths(request: PlanRequest, spec: ModelSpec) -> Workload:
-    workload = workload_of(_given(request), spec, request.growth)
+    given = _given(request)
+    workload = workload_of(request.workload if given.sessions is None else given, spec, request.growth)
     if workload.sessions is None:
         if (request.session_wait_s, request.session_time_s) != (None, None):
             says = "it has no sessions: give a law of sessions, or a log with them"
@@ -189,7 +190,8 @@ def _with_classes(request: PlanRequest) -> Constraint:
     return constraint.with_classes(classes)
 
 
-def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
+def model_of(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
+    """Return a request's model, the directory of its checkpoint, and what a server is to load."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:

@@ -21,7 +21,7 @@ from xgpt.core.schema.workload import SessionSpec
 from xgpt.core.sessions import law_of, workload_of_law
 from xgpt.core.trace_turns import continued
 from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
-from xgpt.core.workload import TraceLengths, histogram
+from xgpt.core.workload import TraceLengths, check_context, histogram, within_context
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
@@ -210,12 +210,18 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Growth = NO_GROWTH) -> Workload:
     """Return the workload that a name, a file or an object gives, with its outputs grown. With `spec`, check that it
-    fits into the model's context.
+    fits into the model's context. Of a log, each request must, and the longest lengths are shortened as in
+    `within_context`.
     """
     workload = growth.workload(load_workload(given) if isinstance(given, str) else given)
-    if spec is not None:
+    if spec is None:
+        return workload
+    trace = load_trace(given) if isinstance(given, str) and not spec.is_encoder_decoder else None
+    if trace is None:
         _check_context(workload, spec)
-    return workload
+        return workload
+    check_context(growth._replace(rate=1.0).trace(trace), workload.name, spec.max_context)
+    return within_context(workload, spec.max_context)
 
 
 def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:

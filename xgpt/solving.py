@@ -25,9 +25,9 @@ from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
 from xgpt.deciding.sizing import Sizing, cheapest_verified, verified_first
-from xgpt.problems import resolve, turns_in
+from xgpt.problems import model_of, resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
-from xgpt.resolve import load_of, load_sessions, workload_of
+from xgpt.resolve import load_of, load_sessions
 from xgpt.serving.checking import check_planned
 from xprofiler.store import profile_of
 from xscheduler.expression import maximised
@@ -464,7 +464,8 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
         MachineError: this machine cannot be measured.
     """
-    intervals = cut(day, request.interval_s)
+    model = model_of(as_plan_request(request, objective="arrivals"))[0]
+    intervals = cut(day, request.interval_s, model)
     among: Mapping[str, float | None] = request.among or {}
     if among and "cluster" in request.model_fields_set:
         raise InputError("among", ", ".join(among), "it already contains the clusters: leave `cluster` out")
@@ -476,7 +477,6 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
     for named in [{"cluster": name, "price": price} for name, price in among.items()] or [{}]:
         of_cluster = as_plan_request(request, **same, **named)
         problem = resolve(of_cluster, progress)
-        workload_of(intervals.everything, problem.model)
         most = request.devices
         if isinstance(most, dict):
             most = most.get(str(named["cluster"]))
@@ -496,7 +496,9 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
 def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
     day = read_day(trace)
     model = FleetModel(
-        day, cut(day, fleet.interval_s), tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)
+        day,
+        cut(day, fleet.interval_s, fleet.kinds[0].plan.model),
+        tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds),
     )
     has_schedule, later_s = Scaling(fleet).has_schedule, 0.0
     if has_schedule and day.begin_s is not None and fleet.begin_s is not None:

@@ -199,8 +199,9 @@ def _together(number: int, found: Iterable[tuple[Ints, RequestTimes]]) -> Reques
 
 def _check_fits(plan: PlanDraft, load: LogLoad) -> None:
     inputs, outputs = load.requests.input, load.requests.output
+    held = longest = int((inputs + outputs).max())
     if plan.admission.kv == "reserve":
-        outputs = np.maximum(outputs.max(), plan.workload.output.lengths[-1])
+        held = int(inputs.max() + max(outputs.max(), plan.workload.output.lengths[-1]))
     room = plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
-    if (longest := int((inputs + outputs).max())) > min(room, plan.model.max_context):
-        raise InputError("workload", load.name, f"a request of {longest} tokens does not fit: plan for this workload")
+    if longest > plan.model.max_context or held > room:
+        raise InputError("workload", load.name, f"a request of {held} tokens does not fit: plan for this workload")

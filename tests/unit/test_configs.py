@@ -15,9 +15,10 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import config_names, configs_dir, load_json
 from xgpt.core.schema import ModelSpec, Profile
 from xgpt.core.workload import quantile
-from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.resolve import load_cluster, load_model, load_workload, workload_of
 from xprofiler import xgpt_version
 from xprofiler.store import check_belongs
+from xscheduler.fleet.day_load import cut, read_day
 
 # TCB's model of three layers: 0.9e9 follows from its shape.
 UNNAMED = {
@@ -168,6 +169,24 @@ def test_every_workload_loads_and_fits_a_long_context() -> None:
 def test_workload_longer_than_the_context_is_refused() -> None:
     with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*the context of opt-125m holds 2048"):
         load_workload("azure-code", spec_of("opt-125m"))
+
+
+def test_a_log_fits_if_each_of_its_requests_does(tmp_path: Path) -> None:
+    """The longest input and the longest output of different requests were added, and a log that the model had served
+    was refused.
+    """
+    path, model = tmp_path / "log.csv", spec_of("opt-125m")
+    rows = ["timestamp_s,input,output", "0,1500,100", "5,100,1500", "9,20,30"]
+    path.write_text("\n".join(rows) + "\n")
+    workload = workload_of(str(path), model)
+    assert (workload.input.lengths[-1], workload.output.lengths[-1]) == (548, 1500)
+    assert cut(read_day(path), 60.0, model).everything.input.lengths[-1] == 548
+    path.write_text("\n".join([*rows, "11,2000,100"]) + "\n")
+    says = r"requests of up to 2100 tokens with their outputs exceed the model's context of 2048 \(1 of 4\)"
+    with pytest.raises(InputError, match=f"^workload: 'log'.*{says}"):
+        workload_of(str(path), model)
+    with pytest.raises(InputError, match=f"^trace: 'log'.*{says}"):
+        cut(read_day(path), 60.0, model)
 
 
 def test_encoder_decoder_holds_input_and_output_apart() -> None:

@@ -88,6 +88,46 @@ class TraceLengths(NamedTuple):
         return found._replace(timestamp_s=found.timestamp_s - start_s, begin_s=begin_s)
 
 
+def check_context(trace: TraceLengths, name: str, max_context: int, field: str = "workload") -> None:
+    """Check that each request fits into a context with its output."""
+    lengths = trace.input + trace.output
+    if beyond := int((lengths > max_context).sum()):
+        raise InputError(
+            field,
+            name,
+            f"requests of up to {lengths.max()} tokens with their outputs exceed the model's context of {max_context} "
+            f"({beyond:,} of {len(lengths):,}): leave them out, or give another model",
+        )
+
+
+def within_context(workload: Workload, max_context: int) -> Workload:
+    """Return the workload. Its longest outputs and inputs are shortened so that any input and output fit together.
+
+    Each request fitted into the context, but the longest input and the longest output can be from different
+    requests. A chat without a limit may use the whole context, so an output length that was allowed but never generated
+    is cut first.
+    """
+    workload = workload.but(output=_without_idle_tail(workload, max_context))
+    room = max_context - workload.output.lengths[-1]
+    if workload.input.lengths[-1] <= room:
+        return workload
+    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
+    rest = 1 - sum(p for _, p in kept)
+    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
+    return workload.but(input=Histogram(lengths=lengths, probabilities=probabilities))
+
+
+def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
+    output = workload.output
+    room = max_context - workload.input.lengths[-1]
+    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
+        return output
+    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
+    if room > lengths[-1]:
+        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
+    return Histogram(lengths=lengths, probabilities=probabilities)
+
+
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.
 

@@ -318,9 +318,9 @@ def _decide(
     if now.at_load is not None and first.at_load is not None:
         kept, would_keep = now.at_load.holds, first.at_load.holds
         if would_keep and not kept:
-            return "change", "the present deployment does not keep the bounds at your load, this plan does"
+            return "change", "what runs now does not hold your load, this plan does"
         if kept and not would_keep:
-            return "keep", "it keeps the bounds at your load, and no plan found does"
+            return "keep", "it holds your load, and no plan found does"
         if kept and would_keep and first.num_devices < now.num_devices:
             return "change", "both hold your load, this plan on fewer devices"
         if kept and would_keep and _is_surer(first.at_load.confidence, now.at_load.confidence, wanted):
@@ -329,7 +329,7 @@ def _decide(
             return "change", f"both hold your load, this plan more surely{surely}"
         if kept and would_keep:
             fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
-            return "keep", f"it keeps the bounds at your load{fewer}"
+            return "keep", f"it holds your load{fewer}"
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found
     each = gain.per_device or gain.factor

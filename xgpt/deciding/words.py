@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -33,8 +34,10 @@ MOST_CLUSTERS = 3
 """Most compared clusters of which more than the cost is printed. plan.json has all."""
 CEILING = 6
 """Rank of how near the best plan is to the best possible."""
-SPARED, ALWAYS, NEEDED = 9, 10, 11
-"""Ranks of what is left out only if nothing else makes an answer fit, first and last, and of what is never left out."""
+SPARED, ALWAYS, VERIFIED, NEEDED = 9, 10, 11, 12
+"""Ranks of what is left out only if nothing else makes an answer fit: first, then, and last (the best verified plan
+beside one that is not), and of what is never left out.
+"""
 
 
 def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LINES, end: str = "") -> list[str]:
@@ -129,9 +132,9 @@ def _sentences(
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
     if found.runner_up is not None and _keeps_any(found.runner_up):
-        is_sure = bool((found.rejected or best).unverified and not found.runner_up.unverified)
-        is_sure |= found.would_hold is not None and _is_surer(found.runner_up.at_load, load)
-        yield (ALWAYS if is_sure else 3), _runner_up(found, found.runner_up)
+        is_sure = found.would_hold is not None and _is_surer(found.runner_up.at_load, load)
+        is_known = bool((found.rejected or best).unverified and not found.runner_up.unverified)
+        yield (VERIFIED if is_known else ALWAYS if is_sure else 3), _runner_up(found, found.runner_up)
     clusters = sorted(found.clusters, key=lambda each: each.why_not != "")  # the chosen one first
     full = len(clusters) if most_clusters is None else most_clusters
     for each in clusters[:full]:
@@ -219,8 +222,11 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     # of what runs, nobody asks; of the plan to run, the answer says what is not verified
     unsaid = " (not verified)" if of.unverified and of is not found.best else ""
     copies, rest = divmod(found.would_hold, of.num_devices)
-    several = f"with {found.would_hold_replicas} replicas as in" if rest else f"as {copies} copies of"
-    return f"{found.would_hold} would{sure}, {several} {name}{unsaid}"
+    several = f"as {copies} copies of {name}"
+    if rest:
+        more = f"{found.would_hold_replicas} replicas"
+        several = f"as {REPLICAS.sub(more, name, 1)}" if REPLICAS.search(name) else f"with {more} as in {name}"
+    return f"{found.would_hold} would{sure}, {several}{unsaid}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -353,6 +359,7 @@ def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...]) -> str:
 
 
 FEW = "too few"
+REPLICAS = re.compile(r"\d+ replicas")
 
 
 def _not_verified(unverified: tuple[str, ...]) -> str:

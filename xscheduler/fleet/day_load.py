@@ -13,9 +13,9 @@ from pydantic import Field, PositiveFloat
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_yaml, parse
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
-from xgpt.core.schema import Frozen, Histogram, Workload
+from xgpt.core.schema import Frozen, Histogram, ModelSpec, Workload
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import binned, gamma_arrivals, sample
+from xgpt.core.workload import TraceLengths, binned, check_context, gamma_arrivals, sample, within_context
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 
@@ -106,8 +106,15 @@ def _drawn(spec: DaySpec, growth: Growth, rng: np.random.Generator) -> Day:
     return Day(spec.name, Requests(*columns), start_s)
 
 
-def cut(day: Day, interval_s: float) -> Intervals:
-    """Cut a day into intervals."""
+def cut(day: Day, interval_s: float, model: ModelSpec) -> Intervals:
+    """Cut a day into intervals.
+
+    Raises:
+        InputError: a request does not fit into the model's context, or there are too many intervals.
+    """
+    if not model.is_encoder_decoder:
+        trace = TraceLengths(day.requests.inputs, day.requests.outputs, None)
+        check_context(trace, day.name, model.max_context, "trace")
     count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:
         least = day.seconds / MOST_INTERVALS
@@ -125,10 +132,10 @@ def cut(day: Day, interval_s: float) -> Intervals:
     longest = int(requests.outputs.max())
     members = [of_request == group for group in range(groups.max() + 1)]
     lengths = tuple(
-        _workload(f"{day.name} {group}", requests.inputs[inside], requests.outputs[inside], longest)
+        _workload(f"{day.name} {group}", requests.inputs[inside], requests.outputs[inside], longest, model)
         for group, inside in enumerate(members)
     )
-    everything = _workload(day.name, requests.inputs, requests.outputs, longest)
+    everything = _workload(day.name, requests.inputs, requests.outputs, longest, model)
     return Intervals(seconds, arrived / seconds, busiest * PARTS / seconds, index, groups, lengths, everything)
 
 
@@ -160,8 +167,9 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
     return groups
 
 
-def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
+def _workload(name: str, inputs: Ints, outputs: Ints, longest: int, model: ModelSpec) -> Workload:
     output = binned(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))
-    return Workload(name=name, input=binned(inputs), output=output)
+    workload = Workload(name=name, input=binned(inputs), output=output)
+    return workload if model.is_encoder_decoder else within_context(workload, model.max_context)

@@ -7,7 +7,8 @@ from math import sqrt
 
 import numpy as np
 
-from xgpt.core.schema import Histogram, Observation, ObservedReuse, Plan, PlanDraft, Profile, ReuseEstimate, Workload
+from xgpt.core.schema import Observation, ObservedReuse, Plan, PlanDraft, Profile, ReuseEstimate, Workload
+from xgpt.core.workload import within_context
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem, reused_by
 from xsimulator.costs.step_cost import lanes_of
@@ -111,34 +112,6 @@ def at_pace(plan: PlanDraft, slowdown: float | None) -> PlanDraft:
     if slowdown in (None, plan.profile.slowdown):
         return plan
     return plan.but(profile=plan.profile.but(slowdown=slowdown))
-
-
-def within_context(workload: Workload, max_context: int) -> Workload:
-    """Return the workload. Its longest outputs and inputs are shortened so that any input and output fit together.
-
-    Each observed request fitted into the context, but the longest input and the longest output can be from different
-    requests. A chat without a limit may use the whole context, so an output length that was allowed but never generated
-    is cut first.
-    """
-    workload = workload.but(output=_without_idle_tail(workload, max_context))
-    room = max_context - workload.output.lengths[-1]
-    if workload.input.lengths[-1] <= room:
-        return workload
-    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
-    rest = 1 - sum(p for _, p in kept)
-    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
-    return workload.but(input=Histogram(lengths=lengths, probabilities=probabilities))
-
-
-def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    output = workload.output
-    room = max_context - workload.input.lengths[-1]
-    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
-        return output
-    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
-    if room > lengths[-1]:
-        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
-    return Histogram(lengths=lengths, probabilities=probabilities)
 
 
 def reestimate(

@@ -97,9 +97,10 @@ def test_replicas_are_added_one_by_one() -> None:
         assert found is not None and (found.num_devices, found.replicas) == (replicas, replicas)
     few = planned.recommendation.but(would_hold=3, would_hold_replicas=3)
     at = AtLoad(rate_per_s=9, holds=False)
-    assert "3 would, with 3 replicas as in the plan below." in " ".join(
-        lines(few.but(best=few.best.but(at_load=at)), 1000)
-    )
+    lost = few.but(best=few.best.but(at_load=at))
+    assert "3 would, with 3 replicas as in the plan below." in " ".join(lines(lost, 1000))
+    other = lost.but(runner_up=lost.best.but(name="orca, 2 replicas of TP1"), would_hold_of="runner_up")
+    assert "3 would, as orca, 3 replicas of TP1." in " ".join(lines(other, 1000))
 
 
 def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:

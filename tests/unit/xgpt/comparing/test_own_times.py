@@ -83,7 +83,7 @@ def test_the_busy_noon_of_a_log_that_begins_at_midnight_decides(tmp_path: Path) 
     assert told.now is not None and told.now.at_load is not None and told.action == "change"
     assert told.now.at_load.worst_share_kept < 0.5 and told.now.at_load.share_kept < 0.99
     assert told.best.at_load is not None and told.best.at_load.share_kept > 0.99
-    assert told.why == "the present deployment does not keep the bounds at your load, this plan does"
+    assert told.why == "what runs now does not hold your load, this plan does"
     assert not told.now.at_load.holds and told.best.at_load.holds
     assert told.runner_up is not None and told.runner_up.name != told.best.name, "another shape"
     said = words.told(told, explained=False)

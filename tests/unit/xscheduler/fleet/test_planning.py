@@ -11,6 +11,7 @@ import pytest
 from xgpt.core.errors import InfeasibleError
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
+from xgpt.resolve import load_model
 from xscheduler.fleet import planning
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.replica_counts import FleetProblem, solve_fleet
@@ -25,7 +26,7 @@ from xsimulator.fleet import Requests
 def test_a_steady_load_is_as_high_in_a_last_interval_of_another_length(seconds: float, lengths: list[float]) -> None:
     arrivals_s = np.arange(0, seconds, 0.01)
     ones = np.ones(len(arrivals_s), int)
-    found = cut(Day("day", Requests(ones, ones, arrivals_s), seconds), 100.0)
+    found = cut(Day("day", Requests(ones, ones, arrivals_s), seconds), 100.0, load_model("llama-3.1-8b")[0])
     assert (found.of_requests == np.minimum(arrivals_s // 100, len(lengths) - 1)).all()
     assert found.seconds == pytest.approx(lengths)
     assert found.rates == pytest.approx([100.0] * len(lengths), rel=0.01)

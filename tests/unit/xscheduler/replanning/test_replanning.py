@@ -28,7 +28,7 @@ from xgpt.core.schema import (
     Workload,
 )
 from xgpt.core.schema.policy import PolicyChoice
-from xgpt.core.workload import histogram, sample
+from xgpt.core.workload import histogram, sample, within_context
 from xgpt.observation.windows import observe_lengths
 from xscheduler.found import Found
 from xscheduler.objectives.ladder import request_latency
@@ -36,7 +36,7 @@ from xscheduler.placement import Placement
 from xscheduler.replanning.decide import Verdict, decide, judged, loading_s, within_pins
 from xscheduler.replanning.judge import SaturatedJudge, Terms
 from xscheduler.replanning.replanner import in_numbers, propose
-from xscheduler.replanning.situation import Situation, reestimate, within_context
+from xscheduler.replanning.situation import Situation, reestimate
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import CHOICES, FORECASTS
 from xsimulator.run import simulate
