@@ -119,7 +119,9 @@ def of_fleet(fleet: FleetPlan, target: Target) -> list[EngineReplicas]:
         kind = fleet.kinds[number]
         check_memory(kind.plan)
         name = name_of(fleet.kinds[used[0]].plan) + (f"-{number}" if len(used) > 1 else "")
-        r = replicas_of(kind.plan, target, name, fleet.intervals[0].replicas[number] if scaled else counts[number])
+        follows = scaling.has_schedule or number == scaling.marginal  # others stay at their least number
+        first = fleet.intervals[0].replicas[number] if follows else scaling.least[number]
+        r = replicas_of(kind.plan, target, name, first if scaled else counts[number])
         given: dict[str, Any] = {"rate_per_s": scaling.rates[number], "load_factor": scaling.factor}
         given |= {"takes_rest": number == scaling.marginal, "lead_s": kind.start_s, "drain_s": kind.drain_s}
         if scaled:

@@ -463,11 +463,27 @@ def test_a_fleet_scales_by_rule_and_schedule() -> None:
         ]["groups"][0]["rules"]
         wanted = [rule for rule in rules if rule.get("record") == "xgpt:replicas_wanted"]
         assert len(wanted) == len(queries) == 1 and wanted[0]["labels"]["replicas"] in queries[0]
+        assert "rule xgpt:replicas_wanted and the forecast's schedule (UTC), the higher" in files["keda.yaml"]
     for target in ("shell", "compose"):
         assert export(fleet, target)  # the cheapest constant fleet
     scaling = Scaling(fleet)
     assert scaling.wanted(0.0, 2.0) == (1, 0) and scaling.wanted(13 * 3600.0, 9.0) == (2, 1)
     assert scaling.wanted(0.0, 20.0)[scaling.marginal] > scaling.most[scaling.marginal]
+
+
+def test_a_kind_that_nothing_scales_stays_at_its_least_number() -> None:
+    """Without a schedule, its ScaledObject had no triggers, which KEDA refuses."""
+    fleet = deployable()
+    items = objects_in(export(fleet.model_copy(update={"intervals": fleet.intervals[144:200]}), "k8s"))
+    (scaled,) = (item["spec"] for item in items if item["kind"] == "ScaledObject")
+    counts = {each["metadata"]["name"]: each["spec"]["replicas"] for each in items if each["kind"] == "Deployment"}
+    assert len(scaled["triggers"]) == 1 and counts.pop(scaled["scaleTargetRef"]["name"]) == 1
+    assert list(counts.values()) == [1]
+
+
+def test_the_comment_on_scaling_names_the_triggers_that_there_are() -> None:
+    """"The higher of both" stood over a single trigger."""
+    assert "# KEDA scales by the recording rule xgpt:replicas_wanted.\n" in export(by_itself(), "k8s")["keda.yaml"]
 
 
 def test_the_command_prints_steps_and_checks_what_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
