@@ -33,6 +33,7 @@ class InfeasibleError(XgptError):
 
     Attributes:
         reason: the message as a sentence without options, or "".
+        kept_per_s: the highest arrival rate at which a schedule that was found keeps the bounds. 0: none, or not known.
         nearest: fields of the constraint with values under which some schedule is found: the nearest one of a single
             field, or all bounds times one factor. Empty: not known.
         answer: what is told all the same, if a load's requests can be replayed: the plans of `xgpt.solve` or
@@ -52,6 +53,7 @@ class InfeasibleError(XgptError):
         self.nearest_bound_s = nearest_bound_s
         self.binding = binding
         self.warnings: tuple[str, ...] = ()
+        self.kept_per_s = 0.0
         self.nearest: dict[str, float | None] = {}
         self.answer: Any = None
 

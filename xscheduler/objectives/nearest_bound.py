@@ -75,8 +75,10 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
         f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
         f"waiting included; the best one keeps them up to {highest:.4g} requests/s: take more devices or a lower rate",
         binding="arrival_rate_per_s",
-        reason=f"{num_devices} devices keep the bounds only up to {highest:.3g} requests/s",
+        reason=f"the best schedule found on {num_devices} device{'s' * (num_devices > 1)} keeps the bounds only up to "
+        f"{highest:.3g} requests/s",
     )
+    error.kept_per_s = highest
     error.nearest = {"arrival_rate_per_s": None}
     return error
 

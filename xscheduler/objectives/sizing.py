@@ -19,12 +19,14 @@ class Judged(NamedTuple):
     Attributes:
         needed: number of devices that this plan's rate per device would need, or 0 if it is not known.
         unverified: what of the plan measurements do not verify, in words.
+        kept_per_s: if the plan does not sustain the rate, the highest rate at which it keeps the bounds; 0: not known.
     """
 
     confidence: float
     why_not: str = ""
     needed: int = 0
     unverified: tuple[str, ...] = ()
+    kept_per_s: float = 0.0
 
 
 Judge = Callable[[int], Judged]
@@ -79,7 +81,7 @@ def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
         try:
             tried[number] = judge(number)
         except InfeasibleError as error:
-            tried[number] = Judged(0.0, _in_words(error))
+            tried[number] = Judged(0.0, _in_words(error), kept_per_s=error.kept_per_s)
         return tried[number].confidence >= wanted
 
     below, enough, guess = 0, most, tried[most].needed
@@ -97,7 +99,8 @@ def _rising(tried: Mapping[int, Judged]) -> Iterator[tuple[int, Judged]]:
     """Yield the numbers, rising. A plan for fewer devices also runs on more, so these are judged no worse."""
     best = Judged(0.0)
     for number, judged in sorted(tried.items()):
-        best = judged if judged.confidence >= best.confidence else best
+        is_slower = judged.confidence == best.confidence and 0 < judged.kept_per_s < best.kept_per_s
+        best = best if judged.confidence < best.confidence or is_slower else judged
         yield number, judged._replace(confidence=best.confidence, why_not=best.why_not)
 
 

@@ -193,6 +193,21 @@ def test_more_devices_hold_a_load_no_less_surely_than_fewer() -> None:
     assert found.number == 8 and [judged.confidence for _, judged in found.tried][-3:] == [0.3, 0.3, 0.5]
 
 
+def test_more_devices_keep_the_bounds_at_no_lower_rate_than_fewer() -> None:
+    """An answer said that 5 keep them only up to 6.75 requests/s, of which 4 keep them up to 6.79."""
+    rates = {4: 6.79, 5: 6.75}
+
+    def judge(number: int) -> Judged:
+        if number == 8:
+            return Judged(0.95, needed=4)
+        error = InfeasibleError("", binding="arrival_rate_per_s", reason=f"up to {rates.get(number, 8.0)}")
+        error.kept_per_s = rates.get(number, 8.0)
+        raise error
+
+    found = fewest_devices(8, judge, 0.9)
+    assert [judged.why_not for _, judged in found.tried][:3] == ["up to 6.79", "up to 6.79", "up to 8.0"]
+
+
 def test_a_guess_spares_judging_most_numbers_of_devices() -> None:
     judged = list[int]()
 
