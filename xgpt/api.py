@@ -263,7 +263,8 @@ def compare(
     from xgpt.comparing import compare as comparing
 
     request = request_of(CompareRequest, latency_bound_s=latency_bound_s, **asked)
-    return comparing.compare(as_plan_request(request), request.current, request.variables, progress, path)
+    asks = as_plan_request(request, devices=request.devices)
+    return comparing.compare(asks, request.current, request.variables, progress, path)
 
 
 @_takes(ProfileRequest)

@@ -163,6 +163,8 @@ class SimulateKeywords(LoadFields, ArrivalFields, GrowthFields, RuleField, total
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
     """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values with such a command."""
+    devices: int | None
+    """Plan for at most N devices of the cluster, such as those that run now."""
     variables: Mapping[str | PathLike[str], str | PathLike[str]] | None
     """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
 

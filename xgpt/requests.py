@@ -47,7 +47,7 @@ from xgpt.core.schema import (
     Workload,
 )
 from xgpt.core.schema.constraint import Sla
-from xgpt.core.schema.fleet import SloWindow
+from xgpt.core.schema.fleet import STARTUP_S, SloWindow
 from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS, PolicyChoice
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
@@ -333,6 +333,10 @@ class CompareRequest(ProblemRequest):
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
     """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a
     docker run, Compose file, pod manifest or Helm values with such a command."""
+    devices: Annotated[
+        PositiveInt | None, Option(metavar="N", unset="all; as few as hold it if `workload` is a log with times")
+    ] = None
+    """Plan for at most N devices of the cluster, such as those that run now."""
     variables: Annotated[dict[str, str], Option("--set", "NAME=VALUE", kind="assigned")] = Field(default_factory=dict)
     """Value of a shell variable in `current` that the command or file does not set. Repeatable."""
 
@@ -415,7 +419,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
     """Length of an interval, in seconds. The fleet changes only between intervals."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
     """Shortest time, in seconds, for which a started replica runs."""
-    startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
+    startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = STARTUP_S
     """Seconds from ordering a replica until it begins to load weights: the start of machine, image and engine."""
     least_replicas: Annotated[NonNegativeInt, Option(metavar="N")] = 1
     """Smallest number of replicas at any time."""

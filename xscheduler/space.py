@@ -364,8 +364,7 @@ class Space:
         engine with its own scheduler lets requests wait.
         """
         engine, load = self.limits.engine, self.forecast.load
-        is_own = engine is not None and engine.framework != "xgpt" and engine.scheduler == "own"
-        if not is_own or "token_budget" not in columns:
+        if engine is None or not engine.runs_alone or "token_budget" not in columns:
             return columns
         most = np.floor(self.capacity_beside(columns["token_budget"] / self.placement.microbatches))
         return {**columns, load: np.minimum(columns[load], np.maximum(self.least_requests, most))}

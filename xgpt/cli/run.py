@@ -290,8 +290,7 @@ def replan(plan_path: str, output: str | None, force: bool, as_json: bool, expla
     else:
         decision, seen = found.decision, found.observation
         if (told := decision.recommendation) is not None:
-            pause = f"The change pauses requests for {decision.pause_s:.2g} s." if decision.pause_s else ""
-            click.echo("\n".join(words.told(told, explain, pause)))
+            click.echo("\n".join(words.told(told, explain, words.change_in_words(decision))))
         else:
             then = None if decision.action == "keep" else offer_of(found.plan, path=output or "plan.json")
             click.echo("\n".join(words.decision_lines(decision, then)))

@@ -10,7 +10,7 @@ from xgpt.comparing.assumptions import ranges
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import sha256
 from xgpt.core.load import LogLoad
-from xgpt.core.schema import Outcome, Plan, PlanDraft, Profile
+from xgpt.core.schema import Outcome, Plan, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.solving import plan_again
@@ -19,7 +19,7 @@ from xscheduler.found import Found
 from xscheduler.objectives.capacities import predicted_rate
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
-from xscheduler.replanning.decide import SWAPPABLE, Verdict, loading_s
+from xscheduler.replanning.decide import SWAPPABLE, Change, Verdict
 from xscheduler.replanning.judge import ArrivalsJudge, Terms
 from xscheduler.replanning.replanner import Replanned, concluded, observe_log, propose
 from xscheduler.replanning.situation import Situation
@@ -65,7 +65,7 @@ def _replayed(
     )
     assert told.now is not None and told.now.at_load is not None
     is_same = Placement.of(plan) == Placement.of(best) and plan.replicas == best.replicas
-    is_swap = is_same and {plan.policy.kind, best.policy.kind} <= set(SWAPPABLE) and not _is_engines_own(plan)
+    in_place = is_same and {plan.policy.kind, best.policy.kind} <= set(SWAPPABLE)
     running = judge.running.but(keeps_bound=told.now.at_load.holds)
     first = told.rejected or told.best
     outcome = judge.outcome(best)
@@ -75,9 +75,8 @@ def _replayed(
         reason=told.why or "the best plan keeps the bounds at a higher rate",
         best=outcome.but(keeps_bound=first.at_load is not None and first.at_load.holds),
         found=Found(best, best.ceiling),
-        is_swap=is_swap,
         gain=_gain(running, outcome),
-        pause_s=0.0 if is_swap else running.latency_s + loading_s(best, profile, plan),
+        change=Change.of(best, profile, plan, running, in_place=in_place),
         switch=told.action == "change",
     )
     decision, then = concluded(plan, observation, verdict, slowdown, started)
@@ -92,7 +91,7 @@ def _problem(situation: Situation, log: LogLoad) -> Problem:
     problem = replace(problem, profile=profile, workload=situation.lengths.but(name=log.name))
     if log.requests.prefixes is not None:
         problem = replace(problem, reused=None)
-    if plan.cluster.is_local or plan.pinned.fixed or not _is_engines_own(plan):
+    if plan.cluster.is_local or plan.pinned.fixed or plan.engine is None or not plan.engine.runs_alone:
         return problem
     return replace(problem, max_devices=None, replicas=None)
 
@@ -100,7 +99,3 @@ def _problem(situation: Situation, log: LogLoad) -> Problem:
 def _gain(running: Outcome, best: Outcome) -> float:
     now, then = (outcome.arrival_rate_per_s or 0.0 for outcome in (running, best))
     return then / now - 1 if now else 1.0
-
-
-def _is_engines_own(plan: PlanDraft) -> bool:
-    return plan.engine is not None and plan.engine.framework != "xgpt" and plan.engine.scheduler == "own"

@@ -328,7 +328,7 @@ def _decide(
             surely = "" if mine is None else f" (yours in {tenths(mine)})"
             return "change", f"both hold your load, this plan more surely{surely}"
         if kept and would_keep:
-            fewer = "" if now.num_devices == 1 else ", and fewer devices do so less surely"
+            fewer = "" if now.num_devices == 1 or not most_devices else ", and fewer devices do so less surely"
             return "keep", f"it holds your load{fewer}"
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found

@@ -412,8 +412,8 @@ def decision_lines(decision: Decision, then: Offer | None = None, width: int = W
     if then is None or best is None:
         said = [f"Keep what runs now: {decision.reason}."]
     else:
-        pause = f", which pauses requests for {decision.pause_s:.2g} s" if decision.pause_s else ""
-        said = [f"Change to {then.name} ({then.settings}){pause}: {decision.reason}.", *_commands(then)]
+        said = [f"Change to {then.name} ({then.settings}): {decision.reason}.", *_commands(then)]
+        said += filter(None, [change_in_words(decision)])
     if best is not None:
         start = "The best plan's gain" if then is None else "Gain"
         rates = [each.arrival_rate_per_s or each.throughput_rps for each in (decision.running, best)]
@@ -428,6 +428,15 @@ def decision_lines(decision: Decision, then: Offer | None = None, width: int = W
     if decision.slowdown != 1:
         said.append(f"Steps take {decision.slowdown:.2f} times as long as in the profile.")
     return [line for text in said for line in wrapped(text, width)]
+
+
+def change_in_words(decision: Decision) -> str:
+    """Return how long a change of plan delays requests, or "" if it takes effect between two steps."""
+    pause_s, start_s = decision.pause_s, decision.start_s
+    if start_s:
+        return f"A new start: {start_s:.0f} s, after {pause_s - start_s:.0f} s for running requests."
+    said = f"{pause_s:.0f}" if pause_s >= 10 else f"{pause_s:.2g}"
+    return f"The change pauses requests for {said} s." if pause_s else ""
 
 
 def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow, Window, clock, kept_in, least_kept
-from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, SloWindow
+from xgpt.core.schema.fleet import STARTUP_S, ConstantFleet, FleetFigures, FleetInterval, FleetPlan, SloWindow
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.fleet.day_load import Day, Intervals
 from xscheduler.fleet.replica_counts import (
@@ -79,7 +79,7 @@ def plan_day(
     *,
     interval_s: float,
     least_stay_s: float = 0.0,
-    startup_s: float = 60.0,
+    startup_s: float = STARTUP_S,
     least_replicas: int = 1,
     slo_window: SloWindow = "interval",
 ) -> FleetPlan:

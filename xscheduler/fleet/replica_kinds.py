@@ -15,7 +15,7 @@ from xscheduler.objectives.arrivals import CLOSED_FORMS
 from xscheduler.objectives.best_plans import best_of_each, kinds_of
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
-from xscheduler.replanning.decide import weights_loading_s
+from xscheduler.replanning.decide import start_s
 from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
@@ -104,7 +104,7 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
         plan=plan,
         price_per_hour=devices * (plan.cluster.price_per_device_hour or 1.0),
         rates_per_s=rates,
-        start_s=startup_s + weights_loading_s(plan, profile),
+        start_s=start_s(plan, profile, startup_s),
         drain_s=plan.estimate.latency_s,
     )
 

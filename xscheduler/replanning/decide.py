@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Observation, Outcome, Plan, PlanDraft, Profile
+from xgpt.core.schema.fleet import STARTUP_S
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.observation.windows import RATE_REQUESTS
 from xscheduler.found import Found
@@ -42,13 +44,45 @@ lanes must drain first.
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
+class Change(NamedTuple):
+    """How another plan takes effect.
+
+    Attributes:
+        is_swap: whether it does so between two steps, without a pause.
+        pause_s: seconds for which requests are delayed: those that run end first.
+        start_s: how many of these seconds are a new start of an engine whose plan `xgpt serve` cannot change, else 0.
+    """
+
+    is_swap: bool = False
+    pause_s: float = 0.0
+    start_s: float = 0.0
+
+    @classmethod
+    def of(cls, then: PlanDraft, profile: Profile, plan: PlanDraft, running: Outcome, *, in_place: bool) -> Change:
+        """Return how `then` takes effect after `plan`.
+
+        Args:
+            running: the figures of `plan`.
+            in_place: whether `then` has the same stages, and a policy that can take over between two steps.
+        """
+        if plan.engine is not None and plan.engine.runs_alone:
+            anew_s = start_s(then, profile)
+            return cls(pause_s=running.latency_s + anew_s, start_s=anew_s)
+        if in_place:
+            return AT_ONCE
+        return cls(pause_s=running.latency_s + loading_s(then, profile, plan))
+
+
+AT_ONCE = Change(is_swap=True)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of comparing the running plan with the best plan.
 
     Attributes:
         found: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
-        is_swap: whether the plan takes effect between two steps, without a pause.
+        change: how the plan would take effect.
     """
 
     running: Outcome
@@ -56,9 +90,8 @@ class Verdict:
     reason: str
     best: Outcome | None = None
     found: Found | None = None
-    is_swap: bool = False
     gain: float = 0.0
-    pause_s: float = 0.0
+    change: Change = AT_ONCE
     switch: bool = False
     planned_under_s: float | None = None
     num_unbuilt: int = 0
@@ -222,19 +255,23 @@ def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[J
 
 def _decide_feasible(judge: Judge) -> Verdict:
     anywhere, swap = _candidates(judge)
-    pause_s = judge.running.latency_s + loading_s(anywhere.draft, judge.situation.profile, judge.plan)
+    change = _change(judge, anywhere, in_place=False)
     in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap.draft))
-    repays = _repays(judge.rate(anywhere.draft), in_place_rps, pause_s, judge.terms)
+    repays = _repays(judge.rate(anywhere.draft), in_place_rps, change.pause_s, judge.terms)
     if repays or swap is None:
-        verdict = _compare(judge, anywhere, pause_s=pause_s, is_swap=False)
-        reason = f"the gain does not make up for the pause of {pause_s:.1f} s within {judge.terms.horizon_s:g} s"
+        verdict = _compare(judge, anywhere, change)
+        reason = f"the gain does not make up for the pause of {change.pause_s:.1f} s within {judge.terms.horizon_s:g} s"
         return verdict if repays else replace(verdict, switch=False, reason=reason)
-    verdict = _compare(judge, swap, pause_s=0.0, is_swap=True)
+    verdict = _compare(judge, swap, _change(judge, swap, in_place=True))
     if judge.plan.policy.kind in SWAPPABLE:
         verdict = _with_caution(judge, verdict)
     if verdict.found is not None and _is_same(judge.plan, verdict.found.draft):
         return replace(verdict, switch=False, gain=0.0, reason="the best plan is the running one")
     return verdict
+
+
+def _change(judge: Judge, then: Found, *, in_place: bool) -> Change:
+    return Change.of(then.draft, judge.situation.profile, judge.plan, judge.running, in_place=in_place)
 
 
 def _candidates(judge: Judge) -> tuple[Found, Found | None]:
@@ -283,12 +320,21 @@ def weights_loading_s(plan: PlanDraft, profile: Profile) -> float:
     return max(float(memory.weight_bytes.max()) for memory in memories) / rate
 
 
+def start_s(plan: PlanDraft, profile: Profile, startup_s: float = STARTUP_S) -> float:
+    """Return the seconds from ordering a replica until it serves.
+
+    Args:
+        startup_s: seconds of them until it begins to load its weights.
+    """
+    return startup_s + weights_loading_s(plan, profile)
+
+
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
-def _compare(judge: Judge, best: Found, *, pause_s: float, is_swap: bool) -> Verdict:
+def _compare(judge: Judge, best: Found, change: Change) -> Verdict:
     running, outcome, gain = judge.running, judge.outcome(best.draft), _gain(judge, best.draft)
     switch = not judge.kept_rps or gain >= judge.terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -302,7 +348,7 @@ def _compare(judge: Judge, best: Found, *, pause_s: float, is_swap: bool) -> Ver
         reason = f"the best other plan gains {100 * gain:.1f}% of throughput"
     if not switch:
         reason += f"; a gain of at least {100 * judge.terms.least_gain:g}% is required"
-    return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
+    return Verdict(running, judge.breaks, reason, outcome, best, gain, change, switch)
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:

@@ -76,7 +76,7 @@ def concluded(plan: Plan, observation: Observation, verdict: Verdict, slowdown: 
     then, lengths = verdict.plan if verdict.switch else None, observation.workload
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",
+        action="keep" if then is None else "swap" if verdict.change.is_swap else "redeploy",
         cause=observation.cause,
         cause_detail=in_numbers(plan, observation),
         reason=verdict.reason,
@@ -92,7 +92,8 @@ def concluded(plan: Plan, observation: Observation, verdict: Verdict, slowdown: 
         planned_under_s=verdict.planned_under_s,
         slowdown=slowdown,
         gain=verdict.gain,
-        pause_s=0.0 if then is None else verdict.pause_s,
+        pause_s=0.0 if then is None else verdict.change.pause_s,
+        start_s=0.0 if then is None else verdict.change.start_s,
         plan_sha256=sha256(then or plan),
         planning_s=time.perf_counter() - started,
         num_unbuilt=verdict.num_unbuilt,

@@ -65,7 +65,7 @@ class Situation:
         The number of replicas is fixed if replicas are on several machines or share experts.
         """
         plan, engine = self.plan, self.plan.engine
-        by_itself = engine is not None and engine.framework != "xgpt" and engine.scheduler == "own"
+        by_itself = engine is not None and engine.runs_alone
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
         return replace(
             Problem.of(plan, self.profile.slowed(plan.profile.slowdown)),

@@ -115,7 +115,9 @@ def answers() -> list[Recommendation]:
     return found
 
 
-@pytest.mark.parametrize("end", ["", "A page: xgpt report plan.json.", "The change pauses requests for 19 s."])
+@pytest.mark.parametrize(
+    "end", ["", "A page: xgpt report plan.json.", "A new start: 65 s, after 13 s for running requests."]
+)
 def test_every_kind_of_answer_fits_on_fifteen_lines(end: str) -> None:
     """`plan --among` printed 18 lines, `compare` and `replan` on a log that is not held 19, and `plan --devices` 16."""
     for found in answers():

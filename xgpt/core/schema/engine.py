@@ -146,6 +146,11 @@ class EngineSpec(Frozen):
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
+    def runs_alone(self) -> bool:
+        """Whether another engine than xgpt's runs by its own scheduler: `xgpt serve` cannot change the plan of one."""
+        return self.framework != "xgpt" and self.scheduler == "own"
+
+    @property
     def with_xgpt(self) -> EngineSpec:
         """The engine with xgpt's scheduler class, which schedules a step only after the previous step has ended."""
         if self.scheduler == "xgpt":

@@ -13,6 +13,9 @@ from xgpt.core.schema.workload import Workload
 
 SloWindow = Literal["interval", "day"]
 
+STARTUP_S = 60.0
+"""Seconds from ordering a replica until it begins to load its weights, unless the user states them."""
+
 
 class ReplicaKind(Frozen):
     """A kind of replica: one plan on some devices."""

@@ -112,6 +112,7 @@ class Decision(Frozen):
         gain: relative gain of the best plan over the running plan, in the arrival rate if plans maximise it, else in
             throughput.
         pause_s: seconds for which a change of plan would delay requests.
+        start_s: seconds of these that a new start takes, where `xgpt serve` does not run the engine. Otherwise 0.
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
         num_unbuilt: number of candidates that were skipped, because they could not be built.
@@ -136,6 +137,7 @@ class Decision(Frozen):
     slowdown: float = 1.0
     gain: float
     pause_s: float
+    start_s: float = 0.0
     plan_sha256: str
     planning_s: float
     num_unbuilt: int = 0

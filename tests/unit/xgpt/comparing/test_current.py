@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from xgpt import api
 from xgpt.comparing.compare import compare
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.scoring import score_current
@@ -45,6 +46,20 @@ def test_a_deployment_is_shown_by_the_command_that_was_given() -> None:
     assert told.now is not None
     (process,) = told.now.processes
     assert (process.command, process.port, process.devices) == (command, 9000, (0,))
+
+
+def test_plans_are_for_the_devices_that_one_has() -> None:
+    """Of a gain of 2.26 times with eight devices instead of four, most was that of the devices."""
+    found = api.compare(
+        model="llama-3.1-8b",
+        cluster="h200x8",
+        devices=1,
+        workload="azure-conv",
+        latency_bound_s=8,
+        objective="saturated",
+        current="vllm serve llama --tensor-parallel-size 2",
+    )
+    assert found.current is not None and (found.best.num_devices, found.current.num_devices) == (1, 2)
 
 
 def test_a_replay_does_not_depend_on_the_lengths_of_which_a_plan_was_made() -> None:

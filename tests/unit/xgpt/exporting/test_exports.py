@@ -482,7 +482,7 @@ def test_a_kind_that_nothing_scales_stays_at_its_least_number() -> None:
 
 
 def test_the_comment_on_scaling_names_the_triggers_that_there_are() -> None:
-    """"The higher of both" stood over a single trigger."""
+    """ "The higher of both" stood over a single trigger."""
     assert "# KEDA scales by the recording rule xgpt:replicas_wanted.\n" in export(by_itself(), "k8s")["keda.yaml"]
 
 

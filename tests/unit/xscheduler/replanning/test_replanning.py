@@ -21,6 +21,7 @@ from xgpt.core.schema import (
     Histogram,
     Observation,
     ObservedReuse,
+    Outcome,
     Pinned,
     Plan,
     Profile,
@@ -30,10 +31,21 @@ from xgpt.core.schema import (
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import histogram, sample, within_context
 from xgpt.observation.windows import observe_lengths
+from xgpt.resolve import load_engine
 from xscheduler.found import Found
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
-from xscheduler.replanning.decide import Verdict, decide, judged, loading_s, within_pins
+from xscheduler.replanning.decide import (
+    AT_ONCE,
+    Change,
+    Verdict,
+    decide,
+    judged,
+    loading_s,
+    start_s,
+    weights_loading_s,
+    within_pins,
+)
 from xscheduler.replanning.judge import SaturatedJudge, Terms
 from xscheduler.replanning.replanner import in_numbers, propose
 from xscheduler.replanning.situation import Situation, reestimate
@@ -106,10 +118,10 @@ def test_longer_outputs_break_the_bound_and_a_swap_keeps_it() -> None:
     plan = plan_of("rra", 6.0)
     lengths = scaled(plan.workload, 1.0, 1.6)
     verdict = judge(plan, PROFILE, lengths, 400)
-    assert verdict.breaks_bound and verdict.switch and verdict.is_swap
+    assert verdict.breaks_bound and verdict.switch and verdict.change.is_swap
     assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 6.0
     assert verdict.plan.stages == plan.stages
-    assert verdict.pause_s == 0
+    assert verdict.change.pause_s == 0
     again = judge(verdict.plan, PROFILE, lengths, 400)
     assert not again.switch
 
@@ -179,7 +191,7 @@ def test_in_doubt_of_the_bound_a_swap_that_costs_next_to_nothing_is_made() -> No
     )
     lengths = scaled(plan.workload, 1.0, 0.2)
     few, many = judge(plan, PROFILE, lengths, 100), judge(plan, PROFILE, lengths, 100_000)
-    assert not few.breaks_bound and few.switch and few.is_swap and "serves little less" in few.reason
+    assert not few.breaks_bound and few.switch and few.change.is_swap and "serves little less" in few.reason
     assert few.plan is not None and few.gain >= -0.05
     assert few.plan.estimate.latency_s < 0.7 * few.running.latency_s
     assert not many.switch
@@ -193,7 +205,7 @@ def test_a_placement_changes_only_where_that_repays_its_pause() -> None:
     plan = plan_of("static", 20.0)
     assert judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=3600)).switch
     short = judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=1))
-    assert not (short.switch and not short.is_swap)
+    assert not (short.switch and not short.change.is_swap)
 
 
 TWO = replace(problem("opt-13b", "a40x4", "summarization", 20.0), max_devices=2)
@@ -232,7 +244,7 @@ def test_other_settings_on_the_same_two_devices(kind: str, where: str) -> None:
     constraint = Constraint(latency_bound_s=4.0)
     plan = Scheduler(replace(TWO, placement=placement, workload=short, constraint=constraint)).best((kind,))
     verdict = judge(plan, TWO.profile, long, 1000, Terms(horizon_s=1))  # no pause is repaid in a second
-    assert verdict.breaks_bound and verdict.switch and verdict.is_swap and verdict.pause_s == 0
+    assert verdict.breaks_bound and verdict.switch and verdict.change.is_swap and verdict.change.pause_s == 0
     assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 4.0
     assert build(plan).apply(build(verdict.plan))
 
@@ -240,7 +252,7 @@ def test_other_settings_on_the_same_two_devices(kind: str, where: str) -> None:
 def test_other_stages_on_the_same_two_devices() -> None:
     plan = plan_on_two("static", "PP 2")
     verdict = judge(plan, TWO.profile, plan.workload, 1000, Terms(horizon_s=3600))
-    assert verdict.switch and not verdict.is_swap and verdict.pause_s > 0 and verdict.plan is not None
+    assert verdict.switch and not verdict.change.is_swap and verdict.change.pause_s > 0 and verdict.plan is not None
     assert verdict.plan.stages != plan.stages
     assert verdict.plan.num_devices == 2
     assert verdict.plan.replicas > 1 or not build(plan).apply(build(verdict.plan))
@@ -263,6 +275,18 @@ def test_the_pause_is_what_the_devices_take_to_load() -> None:
     assert slow == pytest.approx(weights / 1e9, rel=0.1) and usual == pytest.approx(slow / 4)
     alone = plan_of("static", None)
     assert loading_s(alone, PROFILE, alone) == 0  # the weights stay where they are
+
+
+@pytest.mark.parametrize(("engine", "is_anew"), [("vllm", True), ("sglang", True), ("xgpt-vllm", False), (None, False)])
+def test_an_engine_that_serve_does_not_run_starts_anew(engine: str | None, is_anew: bool) -> None:
+    """A change was to pause requests for 18 s, and a fleet's start of the same replica took 65 s."""
+    plan = plan_on_two("static", "PP 2").model_copy(update={"engine": None if engine is None else load_engine(engine)})
+    running = Outcome(policy=plan.policy, throughput_rps=1.0, latency_s=13.0, keeps_bound=True)
+    change, there = (Change.of(plan, TWO.profile, plan, running, in_place=within) for within in (False, True))
+    loads_s = weights_loading_s(plan, TWO.profile)
+    assert change.start_s == (60 + loads_s if is_anew else 0) and change.start_s in (0, start_s(plan, TWO.profile))
+    assert change.pause_s == pytest.approx(13 + (change.start_s or loads_s))
+    assert there == (change if is_anew else AT_ONCE), "not even settings change in an engine that runs"
 
 
 @functools.cache

@@ -143,7 +143,9 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
         said = f"both hold your load, this plan more surely (yours in {cases})"
         mine = now.but(at_load=unsure.but(confidence=confidence))
         assert _decide(then.but(at_load=sure), mine, gain) == ("change", said)
-    assert _decide(then.but(at_load=unsure), now.but(at_load=unsure), gain)[0] == "keep"
+    mine, other = now.but(at_load=unsure), then.but(at_load=unsure)
+    assert _decide(other, mine, gain) == ("keep", "it holds your load"), "no fewer devices were searched"
+    assert _decide(other, mine, gain, most_devices=8)[1].endswith(", and fewer devices do so less surely")
     unknown = then.but(at_load=AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False))
     assert _decide(unknown, now, gain)[0] == "change", "a replay that is not known decides nothing"
 
