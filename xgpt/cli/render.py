@@ -506,7 +506,7 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     yield table("the day's cost", *costs_rows(fleet))
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     words = planned_for(fleet)
-    yield f"{words[0].lower()}{words[1:]}"
+    yield f"{words[0].lower()}{words[1:]}, at the predicted step times"
     if unknown := unverified_kinds(fleet):
         yield unknown
     yield (
