@@ -207,7 +207,7 @@ def _labels(apart: list[Row]) -> list[str]:
         number = sum(row.cell is not None and row.cell.load == load for row in apart)
         found[words] = rule, f"{number}, with the errors above"
     vendors = {"NVIDIA": "h200", "AMD": "mi300x"}
-    for family, engine, device, profile in product(MODELS, ENGINES, vendors.values(), STEP_TIMES):
+    for family, engine, device, profile in product(MODELS, ("xgpt", *ENGINES), vendors.values(), STEP_TIMES):
         if (few := too_few(Cell("closed loop", engine, family, device, profile, ""))) is not None:
             words, number = few
             found[words] = f"fewer than {LEAST} rows", str(number)

@@ -36,16 +36,18 @@ DEVICES = {"mi3": "HIP_VISIBLE_DEVICES", "arc": "ZE_AFFINITY_MASK"}
 """Environment variable that selects devices, by the beginning of their name. For others, CUDA_VISIBLE_DEVICES."""
 
 
-def processes_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> tuple[Process, ...]:
+def processes_of(plan: Plan, kept: Given | None = None, path: str | None = "plan.json") -> tuple[Process, ...]:
     """Return the processes that run a plan: the engine's, or xgpt's if the engine cannot run the plan by itself.
 
     Replicas of a machine are one command with data parallelism if the engine has it, apart from mixtures of experts,
     whose experts vLLM would then divide.
 
     Args:
-        path: path of the plan, for xgpt's own commands.
+        path: path of the plan, for xgpt's own commands. None: no file has the plan, so there are none.
     """
     if engine_command(plan) is None:
+        if path is None:
+            return ()
         in_vllm = plan.engine is not None and plan.engine.framework == "vllm" and plan.cluster.device.type == "gpu"
         in_vllm |= plan.prefill_groups > 1  # only vLLM runs them
         command = shlex.join(["xgpt", "serve", path, *(["--engine", "vllm"] if in_vllm else [])])
@@ -109,10 +111,12 @@ def visible(plan: Plan) -> str:
 
 
 def engine_label(plan: Plan) -> str:
-    """Return the engine of a plan with its version, as in "vLLM 0.32", or "" if the plan names none."""
+    """Return the engine of a plan with its version, as in "vLLM 0.32", or "" if only a measured profile names it."""
     engine = plan.engine
-    if engine is None:
+    if engine is None and plan.profile.source == "measured":
         return ""
+    if engine is None or engine.framework == "xgpt":
+        return "xgpt's engine" if engine_command(plan) is None else "vLLM without its own times"
     name = ENGINES.get(engine.framework, engine.framework)
     return f"{name} {engine.version}" + (" with xgpt's scheduler" if engine.scheduler == "xgpt" else "")
 

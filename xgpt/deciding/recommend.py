@@ -100,13 +100,13 @@ def recommend(
         nearest: see `InfeasibleError`.
     """
 
-    def offered(plan: Plan, of: Profile = profile, file: str = path) -> Offer:
+    def offered(plan: Plan, of: Profile = profile, file: str | None = None) -> Offer:
         offer = offer_of(plan, kept, file)
         offer = offer if plan.cluster.name == best.cluster.name else offer.but(cluster=plan.cluster.name)
         return offer if load is None else offer.but(at_load=at_load(plan, of, load))
 
     kind, best = next(iter(plans.items()))
-    first = offered(best)
+    first = offered(best, file=path)
     present: Offer | None = None
     gain: Gain | None = None
     is_best = False
@@ -129,7 +129,7 @@ def recommend(
         why = "of the plans found, it keeps most of your load"
     ranked = sorted(others.values(), key=rate_of, reverse=True)[:MOST_RANKED]
     clear = [plan for plan in ranked if is_lost or rate_of(plan) >= LEAST_GAIN * rate_of(best)]
-    offers = (offered(plan) if is_lost else offer_of(plan, kept, path) for plan in clear if not by_itself(plan))
+    offers = (offered(plan) if is_lost else offer_of(plan, kept, None) for plan in clear if not by_itself(plan))
     more = next((offer for offer in offers if is_better(offer, first)), None)
     next_best = beside or next((plan for plan in ranked if by_itself(plan)), None)
     of_next = beside_profile or profile
@@ -224,7 +224,7 @@ def _cluster(choice: ClusterChoice) -> OfferedCluster:
     )
 
 
-def offer_of(plan: Plan, kept: Given | None = None, path: str = "plan.json") -> Offer:
+def offer_of(plan: Plan, kept: Given | None = None, path: str | None = "plan.json") -> Offer:
     price = plan.cluster.price_per_device_hour
     return Offer(
         name=name_of(plan),

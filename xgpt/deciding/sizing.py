@@ -13,7 +13,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.load import CarriedLoad
 from xgpt.deciding.phrases import tenths
 from xgpt.deciding.recommend import own_first
-from xgpt.deciding.verified import unverified, unverified_shape
+from xgpt.deciding.verified import unverified, unverified_class, unverified_shape
 from xscheduler.found import Found
 from xscheduler.objectives.reusing import FindEach
 from xscheduler.objectives.sizing import Judged, fewest_devices
@@ -63,7 +63,8 @@ class Sizing:
         """Return the smallest number of devices, at most `most`, on which a plan that measurements verify sustains the
         load as surely as wanted, or None.
         """
-        if most <= self._too_few:
+        first = next(iter(self._found.values()))[1].draft
+        if most <= self._too_few or unverified_class(first):
             return None
         try:
             fewest = fewest_devices(most, self._judge_verified, self._wanted)

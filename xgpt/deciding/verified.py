@@ -8,6 +8,8 @@ from xprofiler.ranges import MODELS, Cell, cell_of, rows_of
 
 LEAST = 10
 """Number of published rows from which a class of predictions counts as verified."""
+UNTIMED = "plans without an engine's own times"
+"""Label of plans for xgpt's engine or for none: all published rows are of engines whose own times are known."""
 
 
 def unverified(plan: PlanDraft) -> tuple[str, ...]:
@@ -25,12 +27,22 @@ def unverified(plan: PlanDraft) -> tuple[str, ...]:
         found.append(shape)
     if plan.speculation is not None:
         found.append("drafts")
-    return (*found, *([few[0]] if (few := too_few(cell)) else []))
+    return (*found, *unverified_class(plan))
+
+
+def unverified_class(plan: PlanDraft) -> tuple[str, ...]:
+    """Return the class of a plan's model, engine and devices if fewer than ten published rows check it, in words. It is
+    that of all plans of a problem.
+    """
+    few = None if (cell := cell_of(plan)) is None else too_few(cell)
+    return () if few is None else few[:1]
 
 
 def too_few(cell: Cell) -> tuple[str, int] | None:
-    """Return a cell's class of models in words and its number of published rows, if these are fewer than ten."""
+    """Return a cell's class in words and its number of published rows, if these are fewer than ten."""
     models = MODELS[cell.family]
+    if cell.engine == "xgpt" and (rows := rows_of(engine="xgpt")) < LEAST:
+        return UNTIMED, rows
     rows = rows_of(family=cell.family, engine=cell.engine)
     if cell.engine in ENGINES and rows < LEAST:
         return f"{models} in {ENGINES[cell.engine]}", rows

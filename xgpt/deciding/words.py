@@ -102,7 +102,8 @@ def _sentences(
         yield NEEDED, f"Keeps {kept} up to {rate}, about {sessions.at_once:.3g} at once."
         yield from session_lines(sessions, wanted)
     elif found.bounds and not found.nearest:
-        lasts = "" if best.simulated_s is None else f", over {span(best.simulated_s)} of arrivals"
+        is_replayed = load is not None and load.share_kept is not None
+        lasts = "" if best.simulated_s is None or is_replayed else f", over {span(best.simulated_s)} of arrivals"
         rate = in_words(best.rate_per_s, "requests/s")
         up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else " at no rate"
         yield (SPARED if lost else NEEDED), f"Keeps {bounds_in_words(found.bounds)}{up_to}."
@@ -321,11 +322,12 @@ def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, 
 
 def _runner_up(found: Recommendation, offer: Offer) -> str:
     start, first = "Next best", found.rejected or found.best
+    more = tuple(what for what in offer.unverified if what not in first.unverified)
     if first.unverified and not offer.unverified:
         start = "Best that measurements verify"
-    elif offer.unverified and not first.unverified:
+    elif more:
         is_higher = offer.rate_per_s.value > first.rate_per_s.value
-        start = f"{'Higher' if is_higher else start}{_not_verified(offer.unverified)}"
+        start = f"{'Higher' if is_higher else start}{_not_verified(more)}"
     if offer == found.now:
         return f"{start}: what runs now."
     gain, load = found.runner_up_gain, offer.at_load

@@ -25,7 +25,8 @@ from xscheduler.schedule import NOT_SEARCHED
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"model": "llama-3.1-8b", "cluster": "h100x1"}, ()),
+        ({"model": "llama-3.1-8b", "cluster": "h100x1", "engine": "vllm"}, ()),
+        ({"model": "llama-3.1-8b", "cluster": "h100x1"}, ("own times",)),
         ({"model": "llama-3.1-8b", "cluster": "mi300x-x8", "devices": 1}, ("mi300x", "h100-80gb-hbm3")),
         ({"model": "opt-13b", "cluster": "a40x4", "fix": {"pp": 2}, "policy": "orca"}, ("pipelines",)),
         ({"model": "opt-13b", "cluster": "a40x4", "policy": "waa"}, ("prefill and decode on separate devices",)),
@@ -42,7 +43,7 @@ def test_a_recommendation_prints_it() -> None:
     found = xgpt.solve(
         model="opt-13b", cluster="a40x4", latency_bound_s=20, objective="saturated", policy="waa"
     ).recommendation
-    said = "Measure first: measurements do not verify prefill and decode on separate devices."
+    said = "Measure first: measurements do not verify prefill and decode on separate devices and plans without an "
     text = " ".join(lines(found, 1000))
     assert said in text
     # The rate that keeps the bounds under arrivals is lower: it once stood beside the ceiling of another figure.
@@ -207,7 +208,7 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     found = small.but(best=lost, would_hold=2, would_hold_confidence=0.91)
     text = " ".join(" ".join(lines(found, most=None)).split())
     assert "; 2 would in 9 of 10 cases, as 2 copies of the plan below. Run" in text
-    orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
+    orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True, unverified=())
     text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
     assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
 
@@ -253,7 +254,7 @@ def test_how_near_the_best_possible_a_plan_is_stands_where_it_takes_no_line(smal
 def test_a_known_cost_is_said_with_what_to_run(small: Recommendation) -> None:
     """A price was given, and the answer had no line left for the cost."""
     text = " ".join(lines(small.but(best=small.best.but(cost_per_hour=11.6)), 1000))
-    assert f"on {small.devices} at 11.6 an hour." in text
+    assert f"on {small.devices} at 11.6 an hour, {small.best.engine}." in text
     assert " an hour" not in " ".join(lines(small, 1000))
 
 
@@ -330,6 +331,17 @@ def test_a_rate_near_saturation_says_for_how_long_it_was_simulated() -> None:
     assert told.best.simulated_s == pytest.approx(loose.estimate.capacity.num_requests / rate_of(loose))
     assert re.search(r"up to \S+ requests/s.*, over \d+ (s|minutes) of arrivals", " ".join(lines(told, 1000)))
     assert rate_of(tight) < 0.9 * tight.estimate.throughput_rps and tight.recommendation.best.simulated_s is None
+    replayed = told.but(best=told.best.but(at_load=AtLoad(rate_per_s=1.0, num_requests=9, share_kept=1.0)))
+    assert "of arrivals" not in " ".join(lines(replayed, 1000)), "the log was replayed whole"
+
+
+def test_no_command_names_the_file_of_another_plan() -> None:
+    """The runner-up's command in the JSON started the plan that the file had, on another kind of GPU."""
+    found = xgpt.solve(
+        model="opt-13b", cluster="a40x4", latency_bound_s=20, objective="saturated", engine="xgpt", path="mine.json"
+    ).recommendation
+    assert found.runner_up is not None and found.best.name != found.runner_up.name
+    assert "mine.json" in found.best.processes[0].command and not found.runner_up.processes
 
 
 def test_a_range_is_said_in_one_way() -> None:

@@ -63,6 +63,45 @@ def test_classes_with_few_rows_are_labelled(
         assert bool(said) == (few or vendor == "AMD"), (profile, said)
 
 
+@pytest.mark.parametrize("engine", [None, "xgpt"])
+@pytest.mark.parametrize("cluster", ["h100x1", "h100x8"])
+def test_no_published_row_is_of_plans_without_an_engines_own_times(
+    plan: Plan, rows: Counter[tuple[str, ...]], engine: str | None, cluster: str
+) -> None:
+    named = None if engine is None else load_engine(engine)
+    assert rows["dense", "xgpt"] == 0
+    assert unverified(plan.but(engine=named, cluster=load_cluster(cluster))) == ("plans without an engine's own times",)
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "said"),
+    [
+        ("vllm", "chunked", "vLLM 0.32"),
+        ("xgpt", "chunked", "xgpt's engine"),
+        (None, "orca", "xgpt's engine"),
+        (None, "chunked", "vLLM without its own times"),  # whose `vllm serve` is printed
+    ],
+)
+def test_the_answer_names_the_engine_whose_times_it_has(engine: str | None, policy: str, said: str) -> None:
+    found = xgpt.solve(
+        model="llama-3.1-8b", cluster="h100x1", latency_bound_s=20, objective="saturated", policy=policy, engine=engine
+    ).recommendation
+    assert f" on 1 x h100-80gb-hbm3, {said}" in words.lines(found, 1000)[0]
+    assert found.best.processes[0].command.startswith("xgpt" if "xgpt" in said else "vllm")
+
+
+def test_what_both_plans_lack_does_not_verify_either() -> None:
+    found = xgpt.solve(model="llama-3.1-8b", cluster="h100x1", latency_bound_s=20, objective="saturated").recommendation
+    for first, other, said in (
+        (("pipelines",), (), "Best that measurements verify: "),
+        (("pipelines", "a"), ("a",), "Next best: "),
+        (("a",), ("pipelines", "a"), "Higher (not verified by measurements: pipelines): "),
+    ):
+        offer = found.best.but(unverified=other, rate_per_s=Ranged(value=2 * found.best.rate_per_s.value))
+        told = found.but(best=found.best.but(unverified=first), runner_up=offer)
+        assert any(line.startswith(said) for line in words.lines(told, 1000))
+
+
 def test_no_label_where_steps_were_measured(plan: Plan) -> None:
     draft = plan.but(model=load_model(MODELS["hybrid"])[0], profile=plan.profile.but(source="measured"))
     assert unverified(draft) == ()

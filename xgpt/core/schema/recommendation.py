@@ -98,7 +98,7 @@ class Offer(Frozen):
     settings: str
     """Values of the control variables, in words."""
     engine: str
-    """The engine with its version. "" means that no engine is named."""
+    """The engine with its version. "" means that only a measured profile names it."""
     needs_xgpt: bool
     """Whether the candidate needs xgpt's scheduler or engine. Otherwise the named engine runs it by itself."""
     num_devices: PositiveInt
@@ -106,7 +106,9 @@ class Offer(Frozen):
     cluster: str = Field(default="", exclude_if=lambda name: not name)
     """Name of its cluster, if another one was chosen."""
     processes: tuple[Process, ...] = ()
-    """The processes to start, each with its port and devices. If there are several, they need a load balancer."""
+    """The processes to start, each with its port and devices. If there are several, they need a load balancer. Empty
+    if only xgpt runs the candidate, and no file has its plan.
+    """
     rate_per_s: Ranged
     """Highest arrival rate within the bounds or, without bounds, the saturated throughput."""
     simulated_s: float | None = Field(default=None, exclude_if=lambda found: found is None)

@@ -133,6 +133,7 @@ def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: py
         field = name.removesuffix("_of").removesuffix("_shape")
         monkeypatch.setattr(sizing, name, lambda draft, field=field: getattr(draft, field))
     monkeypatch.setattr(sizing, "own_first", lambda found: found)
+    monkeypatch.setattr(sizing, "unverified_class", lambda _: ())
     searched = list[tuple[str, int]]()
 
     class Load:
@@ -159,3 +160,5 @@ def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: py
     found = sizing.cheapest_verified(sizings)
     assert found is not None and found[0] is sizings[1] and found[1].rate == 14
     assert searched[before:] == [("b200x8", 4)], "only what may be cheaper, and nothing twice"
+    monkeypatch.setattr(sizing, "unverified_class", lambda _: ("what all plans have",))
+    assert sizing.cheapest_verified(sizings) is None and len(searched) == before + 1
