@@ -221,7 +221,7 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     name = f"{of.name} ({of.settings}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
     # of what runs, nobody asks; of the plan to run, the answer says what is not verified
-    unsaid = " (not verified)" if of.unverified and of is not found.best else ""
+    unsaid = "" if set(of.unverified) <= set(found.best.unverified) else " (not verified)"
     copies, rest = divmod(found.would_hold, of.num_devices)
     several = f"as {copies} copies of {name}"
     if rest:

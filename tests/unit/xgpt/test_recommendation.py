@@ -208,7 +208,7 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     found = small.but(best=lost, would_hold=2, would_hold_confidence=0.91)
     text = " ".join(" ".join(lines(found, most=None)).split())
     assert "; 2 would in 9 of 10 cases, as 2 copies of the plan below. Run" in text
-    orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True, unverified=())
+    orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
     text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
     assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
 
