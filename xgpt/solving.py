@@ -20,6 +20,7 @@ from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
+from xgpt.deciding.fleets import with_confidence
 from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
@@ -481,7 +482,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         if isinstance(most, dict):
             most = most.get(str(named["cluster"]))
         clusters.append(FleetCluster(problem, of_cluster.policy, most))
-    return plan_day(
+    found = plan_day(
         day,
         intervals,
         clusters,
@@ -491,6 +492,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         least_replicas=request.least_replicas,
         slo_window=request.slo_window,
     )
+    return with_confidence(found, {each.problem.cluster.name: each.problem.profile for each in clusters})
 
 
 def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:

@@ -53,6 +53,8 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     assert len(fleet.lengths) == 2  # code is not conversation
     assert len({kind.name.partition("/")[0] for kind in fleet.kinds}) == 2
     assert "the cheapest constant fleet of them costs" in ran.out
+    assert fleet.planned.confidence is not None and fleet.constant.figures.confidence is not None
+    assert "where it has least to spare, the planned fleet keeps the bounds" in " ".join(ran.out.split())
     assert xgpt("report", "fleet.json", "-o", "day.html").code == 0
     page = Path("day.html").read_text()
     assert "constant: " in page and page.count("<img ") == 1

@@ -20,7 +20,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.deciding.phrases import percent, range_in_words
 from xgpt.deciding.recommend import name_of
 from xgpt.deciding.verified import unverified
-from xgpt.reporting.fleet import costs_rows, kinds_rows, planned_for, unverified_kinds
+from xgpt.reporting.fleet import costs_rows, how_sure, kinds_rows, planned_for, unverified_kinds
 from xgpt.reporting.plan_text import OF_WINDOW, bounds_in_words, settings_text
 from xscheduler.expression import maximised
 from xsimulator.fitted import Fit
@@ -507,8 +507,7 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     words = planned_for(fleet)
     yield f"{words[0].lower()}{words[1:]}, at the predicted step times"
-    if unknown := unverified_kinds(fleet):
-        yield unknown
+    yield from filter(None, (how_sure(fleet), unverified_kinds(fleet)))
     yield (
         f"proof: no fleet of these replicas whose arrivals/s come to {fleet.load_factor:.2f} times the load in each "
         f"interval costs over {gap:.2f}% less; if starting and stopping them took no time and cost nothing, it would "

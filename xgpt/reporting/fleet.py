@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
+from xgpt.deciding.phrases import tenths
 from xgpt.deciding.verified import unverified
 from xgpt.pages import render
 from xgpt.reporting.plan_text import OF_WINDOW, bounds_in_words, settings_text
@@ -40,6 +41,7 @@ def fleet_report(fleet: FleetPlan) -> str:
             f"{fleet.num_requests:,} requests simulated. {planned_for(fleet)}. The gap is to the cheapest fleet of "
             f"these replicas for {fleet.load_factor:.2f} times the load in each interval. If starts and stops were "
             f"free and immediate, that would cost {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
+            + (f" {sure[0].upper()}{sure[1:]}." if (sure := how_sure(fleet)) else "")
             + (f" {unknown[0].upper()}{unknown[1:]}." if (unknown := unverified_kinds(fleet)) else "")
         ),
     )
@@ -64,6 +66,15 @@ def unverified_kinds(fleet: FleetPlan) -> str:
                 found.setdefault(what, []).append(kind.name)
     each = "; ".join(f"{what} ({', '.join(names)})" for what, names in found.items())
     return f"measurements do not verify {each}" if found else ""
+
+
+def how_sure(fleet: FleetPlan) -> str:
+    """Return how surely the fleets keep the bounds, in words, or "" if it is not known."""
+    planned, constant = fleet.planned.confidence, fleet.constant.figures.confidence
+    if planned is None or constant is None:
+        return ""
+    where = "where it has least to spare, the planned fleet keeps the bounds"
+    return f"by the errors of earlier predictions, {where} in {tenths(planned)}, the constant one in {tenths(constant)}"
 
 
 class FleetRows(NamedTuple):

@@ -82,6 +82,10 @@ class FleetFigures(Frozen):
     """By simulation, the share of the day's requests that keep bounds tightened by the headroom."""
     share_within: float
     """By simulation, the share of the day's requests that keep the full bounds, without headroom."""
+    confidence: float | None = None
+    """Probability that the bounds are kept in the interval whose load comes nearest to its replicas' rates, by the
+    errors of earlier predictions. None: these are not known.
+    """
 
 
 class ConstantFleet(Frozen):
