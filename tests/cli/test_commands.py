@@ -53,7 +53,7 @@ def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
         ("input,output\n10,many\n", "line 2, output: 'many'"),
         ("input,output\n10\n", "line 2"),
         ("prompt,answer\n10,20\n", "xgpt finds no column with the input length"),
-        ("input,output\n100000,200000\n", "but the context of"),
+        ("input,output\n100000,200000\n", "exceed the model's context of"),
     ],
 )
 def test_a_broken_trace_is_refused(xgpt: Xgpt, tmp_path: Path, text: str, said: str) -> None:

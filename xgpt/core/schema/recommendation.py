@@ -231,6 +231,7 @@ class Recommendation(Frozen):
     None: not known.
     """
     would_hold_replicas: PositiveInt | None = Field(default=None, exclude_if=lambda found: found is None)
+    """Number of replicas on these devices, each as those of the candidate that `would_hold_of` names."""
     would_hold_confidence: float | None = None
     """Probability that this number holds the load: the wanted one, unless no number reaches it. None: not known."""
     alone_share: float | None = Field(default=None, exclude_if=lambda found: found is None)
