@@ -92,7 +92,8 @@ def simulate_log(
     run = _by_counts(plan, profile, workload, parts, count) if is_long else None
     if run is None:
         run = _by_steps(plan, profile, workload, parts, count, rule)
-    run, load = replace(run, load=load.part(count=count)), load.part(count=count)
+    load = load.part(count=count)
+    run = replace(run, load=load)
     if run.times is None or not plan.constraint.bounds_latency:
         return run
     return replace(run, windows=load.kept(run.times.excess(plan.constraint.all_bounds) <= 1))

@@ -15,7 +15,7 @@ from xgpt.core.load import Growth
 from xgpt.core.schema import Plan, Profile, Workload
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
-from xgpt.core.workload import TraceLengths, binned, within_context
+from xgpt.core.workload import TraceLengths, binned, fitting
 from xgpt.resolve import load_engine
 from xscheduler.objectives.capacities import closed_objective, with_capacity
 from xscheduler.problem import Problem
@@ -106,8 +106,5 @@ def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     engine = plan.engine or load_engine("xgpt")
     engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))
     problem = Problem.of(plan, profile.slowed(under.pace))
-    workload = plan.workload
-    if under.workload is not None:
-        is_apart = plan.model.is_encoder_decoder
-        workload = under.workload if is_apart else within_context(under.workload, plan.model.max_context)
+    workload = plan.workload if under.workload is None else fitting(under.workload, plan.model)
     return closed_objective(plan, replace(problem, engine=engine, workload=workload))

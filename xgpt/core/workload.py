@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.errors import InputError
+from xgpt.core.schema.model import ModelSpec
 from xgpt.core.schema.workload import (
     Constant,
     Histogram,
@@ -115,6 +116,11 @@ def within_context(workload: Workload, max_context: int) -> Workload:
     rest = 1 - sum(p for _, p in kept)
     lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
     return workload.but(input=Histogram(lengths=lengths, probabilities=probabilities))
+
+
+def fitting(workload: Workload, model: ModelSpec) -> Workload:
+    """Return the workload `within_context` of a model, unchanged for an encoder-decoder, which holds them apart."""
+    return workload if model.is_encoder_decoder else within_context(workload, model.max_context)
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:

@@ -15,7 +15,7 @@ from xgpt.core.io import load_yaml, parse
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.schema import Frozen, Histogram, ModelSpec, Workload
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import TraceLengths, binned, check_context, gamma_arrivals, sample, within_context
+from xgpt.core.workload import TraceLengths, binned, check_context, fitting, gamma_arrivals, sample
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 
@@ -171,5 +171,4 @@ def _workload(name: str, inputs: Ints, outputs: Ints, longest: int, model: Model
     output = binned(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))
-    workload = Workload(name=name, input=binned(inputs), output=output)
-    return workload if model.is_encoder_decoder else within_context(workload, model.max_context)
+    return fitting(Workload(name=name, input=binned(inputs), output=output), model)
