@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.machine import num_cores
-from xgpt.core.schema import ClusterSpec, Pinned, Plan, PlanDraft, Profile, Workload
+from xgpt.core.schema import ClusterSpec, Pinned, Plan, Profile, Workload
 from xgpt.core.schema.constraint import Bounds
 from xgpt.core.schema.fleet import ReplicaKind
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import PolicyChoice
-from xscheduler.objectives.arrivals import CLOSED_FORMS
 from xscheduler.objectives.best_plans import best_of_each, kinds_of
-from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import start_s
 from xscheduler.replanning.situation import reestimate
@@ -21,9 +20,8 @@ from xscheduler.schedule import scheduler
 
 WORTH = 1.02
 """A larger replica is considered only if it serves more requests, by this factor, than smaller ones on its devices."""
-MOST_SIMULATED = 2
 NEAR = 0.94
-"""A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
+"""Plans are searched by simulation if the best closed form, divided by this, exceeds what smaller replicas serve."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ def candidates(
             why = why if error.binding in Bounds._fields else error
             continue
         if plan is not None:
-            rates[plan.devices_per_replica] = _rate(plan)
-            together[size] = _rate(plan)
+            rates[plan.devices_per_replica] = rate_of(plan)
+            together[size] = rate_of(plan)
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
     if not found:
         raise why or _never_kept(problem)
@@ -77,18 +75,13 @@ def candidates(
 
 
 def _best_plan(problem: Problem, policy: PolicyChoice, least_rate: float) -> Plan | None:
-    found = best_of_each(scheduler(problem), kinds_of(problem, policy), is_closed=True)
-    rated = [(one.draft, one.closed_rate or 0.0) for one in found.values()]
-    if rated[0][1] / NEAR < least_rate:
+    by, kinds = scheduler(problem), kinds_of(problem, policy)
+    closed = next(iter(best_of_each(by, kinds, is_closed=True).values())).closed_rate or 0.0
+    if closed / NEAR < least_rate:
         return None
-    near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
-    plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
-    best = max(plans, key=_rate).but(pinned=Pinned(policy=policy, fixed=dict(problem.fixed)))
-    return best.proven(CLOSED_FORMS) if _rate(best) > least_rate else None
-
-
-def _rate(plan: PlanDraft) -> float:
-    return 0.0 if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s
+    best = next(iter(best_of_each(by, kinds, proves=False, only_best=True).values()))
+    pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
+    return replace(best, draft=best.draft.but(pinned=pinned)).plan if rate_of(best.draft) > least_rate else None
 
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
@@ -98,7 +91,7 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
-    rates = tuple(_rate(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)
+    rates = tuple(rate_of(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)
     return ReplicaKind(
         name=f"{plan.cluster.name}/{devices}",
         plan=plan,
