@@ -191,10 +191,11 @@ def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) ->
     if encoder is not None:  # prompts go through the encoder only; the decoder reads its output by cross-attention
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)
+    longest = "contexts up to {:.0f} tokens (longest input and longest output)"
     for name, value, last in (
         ("a step of {:.0f} tokens", tokens, most_tokens),
         ("a decode batch of {:.0f} requests", decode_batch, layer.decode_attention.batches[-1]),
-        ("a context of {:.0f} tokens", context, layer.decode_attention.lengths[-1]),
+        (longest, context, layer.decode_attention.lengths[-1]),
     ):
         if value > last:
             size = name.format(value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS, classes_of
+from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
 from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
@@ -62,7 +62,7 @@ def fields_of(family):
         | config_fields.COMMON
         | UNREAD
     )
-    config_class, _ = classes_of(family)
+    config_class = transformers.CONFIG_MAPPING[family]
     theirs = config_class().to_dict().keys() | config_class.attribute_map.keys()
     return sorted((known | config_fields.NOTHING.keys() | theirs | {"embedding_multiplier"}) - {"model_type"})
 

@@ -186,7 +186,7 @@ def recommend(
         would_hold=None if enough_copies is None else enough_copies.num_devices,
         would_hold_replicas=None if enough_copies is None else enough_copies.replicas,
         would_hold_confidence=None if enough_copies is None else enough_copies.confidence,
-        alone_share=load.alone(*shown) if load is not None and not rate_of(best) else None,
+        alone_share=None if load is None or rate_of(best) else _alone(load, shown, (best, profile)),
         would_hold_of=copied,
         clusters=tuple(_cluster(choice) for choice in choices),
         limit_per_s=None if best.constraint.maximise is not None else best.ceiling.most,
@@ -201,6 +201,10 @@ def recommend(
         else _measurement(now, present, now_path, now_port, "XGPT_API_KEY=KEY " if "api-key" in (kept or {}) else ""),
         warnings=best.estimate.warnings,
     )
+
+
+def _alone(load: CarriedLoad, *plans: tuple[Plan, Profile]) -> float | None:
+    return max((share for each in plans if (share := load.alone(*each)) is not None), default=None)
 
 
 def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept, ...]:
@@ -339,10 +343,11 @@ def _decide(
         return "change", "the present deployment keeps the bounds at no rate"
     if each.value < min(1 + CLEAR, least_gain):
         return "keep", "no plan found serves clearly more"
+    per_device = " per device" if gain.per_device else ""
     if each.low is not None and each.low < 1:
-        return "keep", f"the best plan may be worse: {each.low:.2f} times as much if {gain.worst}"
+        return "keep", f"the best plan may be worse{per_device}: {each.low:.2f} times as much if {gain.worst}"
     if each.value < least_gain:
-        return "keep", f"the best plan gains only {100 * (each.value - 1):.0f}%"
+        return "keep", f"the best plan gains only {100 * (each.value - 1):.0f}%{per_device}"
     return "change", ""
 
 

@@ -92,7 +92,7 @@ def _sentences(
         yield NEEDED, f"{_never_kept(found)}{more}."
     elif load is not None and lost:
         where = _where_lost(load, found.bounds)
-        yield NEEDED, f"No schedule found on your {_devices(best)} holds your load{where}{more}."
+        yield NEEDED, f"No schedule found on your {_devices(found)} holds your load{where}{more}."
     yield from ((NEEDED, text) for text in _answer(found, is_brief=is_brief))
     spare = f", with {f'{100 * found.headroom:.3g}%' if found.headroom else 'nothing'} to spare,"
     wanted = min((bound.quantile for bound in found.bounds), default=0.0)
@@ -128,10 +128,13 @@ def _sentences(
     if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
         yield (5 if by_share else ALWAYS), f"{gain_in_words(found)}."
+    is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
-        yield 7, f"Devices searched{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
+        yield 8 if is_unsure else 7, f"Devices searched{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
+    elif is_unsure:
+        yield 8, "No number of copies found holds it as surely as wanted."
     if found.runner_up is not None and _keeps_any(found.runner_up):
         is_sure = found.would_hold is not None and _is_surer(found.runner_up.at_load, load)
         is_known = bool((found.rejected or best).unverified and not found.runner_up.unverified)
@@ -160,7 +163,7 @@ def _sentences(
         yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
     if found.measurement is not None:
         start = "Once it runs, measure" if found.now is None else "Measure, with what runs now,"
-        yield 1, f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
+        yield 8 if is_unsure else 1, f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
     for warning in found.warnings[:1]:
         yield 8, f"Warning: {warning}"
 
@@ -196,7 +199,7 @@ def _with_gap(text: str, found: Recommendation, width: int) -> str:
 def _never_kept(found: Recommendation) -> str:
     nearest = bounds_in_words(found.nearest).partition(" for ")[0]
     kept = bounds_in_words(found.bounds, found.best.sessions)
-    text = f"No schedule found on your {_devices(found.best)} keeps {kept}, at any rate"
+    text = f"No schedule found on your {_devices(found)} keeps {kept}, at any rate"
     asked = {each.name: each.bound_s for each in found.bounds}
     factors = [each.bound_s / asked[each.name] for each in found.nearest if each.name in asked]
     is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
@@ -205,8 +208,10 @@ def _never_kept(found: Recommendation) -> str:
     return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} that one keeps: {nearest}"
 
 
-def _devices(offer: Offer) -> str:
-    return f"{offer.num_devices} device{'s' if offer.num_devices > 1 else ''}"
+def _devices(found: Recommendation) -> str:
+    offers = [offer.num_devices for offer in (found.best, found.rejected) if offer is not None]
+    number = max(*offers, found.limit_devices or 0)
+    return f"{number} device{'s' if number > 1 else ''}"
 
 
 def _would_hold(found: Recommendation, this: str = "this plan") -> str:
@@ -492,11 +497,11 @@ def gain_in_words(found: Recommendation) -> str:
         return f"Rates at which {percent(found.bounds[0].quantile)} keep the bounds: {rates}"
     if gain.factor.value < 1 and other is None:
         start = start.replace("Gain", "Rate", 1)
+    text = f"{start}: {gain.factor.value:.2f} times{likely_in_words(gain.factor)}: {rates}"
     if gain.per_device is None:
-        return f"{start}: {gain.factor.value:.2f} times{likely_in_words(gain.factor)}: {rates}"
-    each = f"per device {gain.per_device.value:.2f}{likely_in_words(gain.per_device)}"
+        return text
     sure = "" if other is None or other.at_load is None or not other.at_load.holds else _beside_load(other.at_load, ())
-    return f"{start}: {gain.factor.value:.2f} times ({rates}), {each}{sure}"
+    return f"{text}, per device {gain.per_device.value:.2f} times{sure}"
 
 
 def cards(found: Recommendation) -> list[dict[str, str]]:

@@ -221,12 +221,12 @@ def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recomme
     now = small.best.but(at_load=at, num_devices=1)
     other = now.but(name="other", num_devices=2, at_load=at.but(confidence=0.82))
     gain = Gain(
-        unit="requests/s within the bounds", now=10, then=20, factor=Ranged(value=2), per_device=Ranged(value=1)
+        unit="requests/s within the bounds", now=10, then=20, factor=Ranged(value=2, low=1.8, high=2.4), per_device=Ranged(value=1)
     )
     found = small.but(action="keep", best=now, now=now, rejected=other, gain=gain, wanted=0.9)
     text = " ".join(lines(found, 1000))
     assert "Your load: 9/s, held in 6 of 10 cases (90% wanted)." in text
-    assert "2 times" in text.replace("2.00", "2") and "per device 1.00, held in 8 of 10 cases." in text
+    assert "2.00 times (1.80 to 2.40): 20 against 10 requests/s, per device 1.00 times, held in 8 of 10 cases." in text
     alike = found.but(rejected=now, gain=gain.but(factor=Ranged(value=1.0004), per_device=None))
     assert "The best plan" not in " ".join(lines(alike, 1000))
     assert "wanted" not in " ".join(lines(found.but(wanted=0.6), 1000))
