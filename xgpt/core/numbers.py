@@ -1,5 +1,5 @@
-"""Read numbers only in their usual notation. Python's own functions also accept 1_0, nan and digits of other
-alphabets.
+"""Read numbers only in their usual notation, and tell probabilities apart as words do. Python's own functions also
+accept 1_0, nan and digits of other alphabets.
 """
 
 from __future__ import annotations
@@ -40,3 +40,18 @@ def decimal(text: str) -> float:
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"not a number: {text!r}")
     return number
+
+
+LEVELS = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)
+"""Probabilities that are said in words, as number of cases of so many."""
+
+
+def level_of(share: float) -> int:
+    """Return the number of `LEVELS` that a probability reaches."""
+    return sum(share >= part / of - 1e-9 for part, of in LEVELS)
+
+
+def rounded_down(share: float) -> float:
+    """Return the least probability that words do not tell from this one."""
+    level = level_of(share)
+    return min(share, LEVELS[level - 1][0] / LEVELS[level - 1][1]) if level else share

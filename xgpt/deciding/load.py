@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.load import Growth, KeptByWindow, LogLoad
+from xgpt.core.numbers import level_of
 from xgpt.core.schema import Offer, Plan, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
-from xgpt.deciding.phrases import level_of
 from xgpt.deciding.ranges import confidence, paces_of, rate_at
 from xsimulator.replay import replay
 

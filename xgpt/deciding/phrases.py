@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 
+from xgpt.core.numbers import LEVELS, level_of
 from xgpt.core.schema import Ranged
 from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept
@@ -129,15 +130,6 @@ def tenths(share: float) -> str:
     """Return a probability as in "9 of 10 cases": the next lower one of a few. It never says certain."""
     level = level_of(share)
     return "{} of {} cases".format(*LEVELS[level - 1]) if level else "hardly any case"
-
-
-LEVELS = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)
-"""Probabilities that are said in words, as number of cases of so many."""
-
-
-def level_of(share: float) -> int:
-    """Return the number of `LEVELS` that a probability reaches."""
-    return sum(share >= part / of - 1e-9 for part, of in LEVELS)
 
 
 def percent(share: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.numbers import rounded_down
 from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
@@ -130,6 +131,6 @@ def verified_first(
     if other is not None and not unverified_shape(other):
         beside = replace(first, draft=other)
         also = _judge(other, profile, load, wanted)
-        if also.confidence >= min(wanted, max(judged.confidence, 1e-9)):
+        if also.confidence >= min(wanted, max(rounded_down(judged.confidence), 1e-9)):
             return {kind: beside, **{name: one for name, one in found.items() if name != kind}}, also
     return found, judged

@@ -130,7 +130,8 @@ def _sentences(
         yield (5 if by_share else ALWAYS), f"{gain_in_words(found)}."
     is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
-        yield 8 if is_unsure else 7, f"Devices searched{' (best plan of each)' if keeps else ''}: {_sizes(found.sizes)}."
+        what = "Devices searched (best plan of each)" if keeps else "Devices searched"
+        yield 8 if is_unsure else 7, f"{what}: {_sizes(found.sizes)}."
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
     elif is_unsure:

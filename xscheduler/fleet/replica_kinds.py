@@ -91,12 +91,12 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
-    rates = tuple(rate_of(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)
+    relative = [reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths]
     return ReplicaKind(
         name=f"{plan.cluster.name}/{devices}",
         plan=plan,
         price_per_hour=devices * (plan.cluster.price_per_device_hour or 1.0),
-        rates_per_s=rates,
+        rates_per_s=tuple(rate_of(plan) * ratio for ratio in relative),
         start_s=start_s(plan, profile, startup_s),
         drain_s=plan.estimate.latency_s,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.numbers import rounded_down
 from xscheduler.problem import Problem
 
 MOST_GUESSES = 3
@@ -70,12 +71,12 @@ def _in_words(error: InfeasibleError) -> str:
 def fewest_devices(most: int, judge: Judge, wanted: float) -> Fewest:
     """Return the smallest number of devices on which a plan sustains the rate with the wanted confidence.
 
-    If no number reaches the wanted confidence, return the smallest number with the highest confidence.
+    If no number reaches the wanted confidence, return the smallest number with the highest one, as far as words say it.
     """
     tried = {most: judge(most)}
     if not tried[most].confidence:
         raise InfeasibleError(f"arrival_rate_per_s: {tried[most].why_not}", binding="arrival_rate_per_s")
-    wanted = min(wanted, tried[most].confidence)
+    wanted = min(wanted, rounded_down(tried[most].confidence))
 
     def is_enough(number: int) -> bool:
         try:

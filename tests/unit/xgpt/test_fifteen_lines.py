@@ -28,6 +28,7 @@ UNSURE = HELD.but(confidence=0.69)
 LOST = HELD.but(holds=False, confidence=0.0, share_kept=0.7129, worst_share_kept=0.0123)
 IN_A_WINDOW = LOST.but(share_kept=0.9488, worst_share_kept=0.7734, worst_input_ratio=1.17, worst_output_ratio=0.95)
 UNVERIFIED = ("pipelines",)
+SIZES = Sized(num_devices=5, confidence=0.0), Sized(num_devices=6, confidence=0.91)
 
 
 def offer(
@@ -100,7 +101,7 @@ def answers() -> list[Recommendation]:
             why=WHY[action] if is_lost else "",
             runner_up=other,
             clusters=CLUSTERS[:clusters],
-            sizes=(Sized(num_devices=5, confidence=0.0), Sized(num_devices=6, confidence=0.91)) if load in (HELD, UNSURE) else (),
+            sizes=SIZES if load in (HELD, UNSURE) else (),
             wanted=0.9,
             would_hold=None if is_sure else 12,
             would_hold_confidence=0.95,

@@ -220,9 +220,8 @@ def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recomme
     at = AtLoad(rate_per_s=9, confidence=0.65)
     now = small.best.but(at_load=at, num_devices=1)
     other = now.but(name="other", num_devices=2, at_load=at.but(confidence=0.82))
-    gain = Gain(
-        unit="requests/s within the bounds", now=10, then=20, factor=Ranged(value=2, low=1.8, high=2.4), per_device=Ranged(value=1)
-    )
+    factor = Ranged(value=2, low=1.8, high=2.4)
+    gain = Gain(unit="requests/s within the bounds", now=10, then=20, factor=factor, per_device=Ranged(value=1))
     found = small.but(action="keep", best=now, now=now, rejected=other, gain=gain, wanted=0.9)
     text = " ".join(lines(found, 1000))
     assert "Your load: 9/s, held in 6 of 10 cases (90% wanted)." in text
