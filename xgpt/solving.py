@@ -25,7 +25,7 @@ from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing, cheapest_verified, verified_first
+from xgpt.deciding.sizing import Sizing, cheapest_verified, surest_first
 from xgpt.problems import model_of, resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions
@@ -236,7 +236,7 @@ def _found(
     first = next(iter(found.values()))
     other = resolved.beside or first.at_side
     if load is not None and resolved.fewest is None and other is not None:
-        found, _ = verified_first(found, problem.profile, load, request.confidence)
+        found, _ = surest_first(found, problem.profile, load, request.confidence, shapes=False)
         other = other if next(iter(found.values())) is first else first.draft
     if asked not in (None, problem.constraint):
         problem = problem.under(asked)

@@ -43,7 +43,6 @@ EDGE = 0.05
 KNOWN_BEYOND = 1.02
 """A simulated run ends early once the quantile of its times exceeds the bounds by this factor."""
 LEAST_SHARE = 0.1
-"""A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 
 
 class _Drawn(NamedTuple):
@@ -204,6 +203,7 @@ class CapacitySearch:
 
     Args:
         most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation.
+        least_share: a plan that breaks its bounds at this share of its saturated throughput has no capacity.
 
     Attributes:
         precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken.
@@ -218,8 +218,9 @@ class CapacitySearch:
         seed: int = SEED,
         most: float | None = None,
         least_requests: int = LEAST_REQUESTS,
+        least_share: float = LEAST_SHARE,
     ) -> None:
-        self.plan, self._profile = plan, profile
+        self.plan, self._profile, self._least_share = plan, profile, least_share
         self.precision = PRECISION
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
@@ -232,7 +233,7 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept. It is 0 if broken at a tenth of saturated throughput."""
+        """The highest rate at which the bounds are kept. It is 0 if broken at `least_share` of saturated throughput."""
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -251,7 +252,13 @@ class CapacitySearch:
         if has_enough or not self.rate or not is_counted(self.plan):
             return self
         search = CapacitySearch(
-            self.plan, self._profile, self.rate, seed=self._seed, most=self._given, least_requests=LASTING_REQUESTS
+            self.plan,
+            self._profile,
+            self.rate,
+            seed=self._seed,
+            most=self._given,
+            least_requests=LASTING_REQUESTS,
+            least_share=self._least_share,
         )
         search.precision = self.precision
         return search
@@ -313,7 +320,7 @@ class CapacitySearch:
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
             low = max((rate for rate, excess in self._excess.items() if excess <= slack and rate < high), default=0.0)
-            if high <= (1 + precision) * low or high < LEAST_SHARE * self._most:
+            if high <= (1 + precision) * low or high < self._least_share * self._most:
                 return low
             if len(self._excess) == 1:
                 top = 1 / (1 + precision) if self._trial.is_far else 0.97
@@ -352,15 +359,26 @@ def rates_of_draws(
 
 
 def capacity(
-    plan: PlanDraft, profile: Profile, predicted: float | None = None, *, edges: bool = True
+    plan: PlanDraft,
+    profile: Profile,
+    predicted: float | None = None,
+    *,
+    edges: bool = True,
+    least_share: float = LEAST_SHARE,
 ) -> Capacity | None:
-    """Return the highest arrival rate at which a plan keeps its bounds in simulation."""
+    """Return the highest arrival rate at which a plan keeps its bounds in simulation (see `CapacitySearch`)."""
     if not plan.constraint.bounds_latency:
         return None
     if plan.workload.sessions is not None:
         trial = SessionTrial(plan, profile)
         return session_capacity(trial, trial.highest(predicted and predicted / trial.turns))[0]
-    return CapacitySearch(plan, profile, predicted).found(edges=edges)
+    return CapacitySearch(plan, profile, predicted, least_share=least_share).found(edges=edges)
+
+
+def sustains(plan: PlanDraft, profile: Profile, rate: float) -> bool:
+    """Return whether a plan's capacity is at least a rate of requests, by simulating this rate alone."""
+    least = LASTING_REQUESTS if is_counted(plan) else LEAST_REQUESTS
+    return CapacitySearch(plan, profile, least_requests=least).keeps(rate)
 
 
 def _wait_s(plan: PlanDraft, throughput: float) -> float:

@@ -200,7 +200,8 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
         return kept is None or kept.holds(plan.constraint.quantile)
 
     numbers = range(least, least + MOST_COPIES * groups)
-    if (at := bisect_left(numbers, True, key=is_held)) == len(numbers):
+    at = 0 if is_held(groups) else bisect_left(numbers, True, key=is_held)  # what holds it holds it with more replicas
+    if at == len(numbers):
         return None
     likely = confidence(plan, profile, asked / numbers[at])
     if likely is not None and numbers[at] * surely >= asked:

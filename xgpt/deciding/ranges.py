@@ -15,12 +15,14 @@ from xgpt.core.schema import FittedLoads, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.observation.paces import usual
 from xprofiler.ranges import Quantity, beyond, cell_of, likely
-from xsimulator.capacity import capacity
+from xsimulator.capacity import capacity, sustains
 
 INSIDE = 0.9
 """Probability that a measured value lies within its range."""
 LEAST_ERROR = 0.03
 """Error of a prediction that was fitted to its load: loads of the same kind differ by more than a fit's rest."""
+ALMOST_NONE = 0.01
+"""Rates below this share of throughput at saturation are none in a range."""
 HALVINGS = 8
 """Number of paces that are simulated to find the one at which a plan just sustains a load."""
 
@@ -80,13 +82,26 @@ def rate_at(plan: PlanDraft, profile: Profile, pace: float) -> float:
     """Return the highest arrival rate within the bounds if steps take `pace` times as long as predicted. A plan without
     bounds reaches its saturated throughput.
     """
-    throughput = plan.estimate.throughput_rps / pace
-    # The headroom allows for slower steps. Here the pace is known, so the bounds themselves must be kept.
-    slowed = plan.but(constraint=plan.constraint.but(headroom=0.0)).with_estimate(throughput_rps=throughput)
-    found = capacity(slowed, profile.slowed(pace), rate_of(plan) / pace or None, edges=False)
+    slowed = _slowed(plan, pace)
+    throughput = slowed.estimate.throughput_rps
+    predicted = rate_of(plan) / pace or None
+    found = capacity(slowed, profile.slowed(pace), predicted, edges=False, least_share=ALMOST_NONE)
     if found is not None and plan.workload.sessions is not None:
         return found.rate_per_s  # what turns find, and so the throughput at saturation, depends on the rate
     return throughput if found is None else min(found.rate_per_s, throughput)
+
+
+def _slowed(plan: PlanDraft, pace: float) -> PlanDraft:
+    # The headroom allows for slower steps. Here the pace is known, so the bounds themselves must be kept.
+    bounds_alone = plan.but(constraint=plan.constraint.but(headroom=0.0))
+    return bounds_alone.with_estimate(throughput_rps=plan.estimate.throughput_rps / pace)
+
+
+def _sustains(plan: PlanDraft, profile: Profile, pace: float, load_per_s: float) -> bool:
+    """Return whether `rate_at` is at least the load, without a search for the rate."""
+    if not plan.constraint.bounds_latency or plan.workload.sessions is not None:
+        return rate_at(plan, profile, pace) >= load_per_s
+    return sustains(_slowed(plan, pace), profile.slowed(pace), load_per_s)
 
 
 def ranges_of(plan: PlanDraft, profile: Profile) -> dict[str, Any]:
@@ -144,11 +159,11 @@ def confidence(plan: PlanDraft, profile: Profile, load_per_s: float) -> float | 
     if paces is None:
         return None
     low, high = (log(paces.at(share)) for share in (0.01, 0.99))
-    if rate_at(plan, profile, exp(low)) < load_per_s:
+    if not _sustains(plan, profile, exp(low), load_per_s):
         return 0.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if rate_at(plan, profile, exp(middle)) >= load_per_s:
+        if _sustains(plan, profile, exp(middle), load_per_s):
             low = middle
         else:
             high = middle

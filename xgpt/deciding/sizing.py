@@ -44,7 +44,7 @@ class Sizing:
         too_few, self._too_few = self._too_few, max(self._too_few, number)
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         first = next(iter(found.values()))
-        found, judged = verified_first(found, self.problem.profile, self._load, self._wanted)
+        found, judged = surest_first(found, self.problem.profile, self._load, self._wanted)
         self._found[number] = found, first
         if judged.confidence >= self._wanted:
             self._too_few = too_few
@@ -119,18 +119,34 @@ def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float)
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
 
-def verified_first(
-    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float
+def surest_first(
+    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float, *, shapes: bool = True
 ) -> tuple[dict[str, Found], Judged]:
-    """Return the schedules and the judgement of the first one. If measurements do not verify its placement, the best
-    one that they verify comes first, if it holds the load as surely as wanted, or as the first one.
+    """Return the schedules and the judgement of the first one. A schedule of another shape comes first if it holds the
+    load more surely, up to what is wanted, or as surely if measurements verify only its placement.
+
+    Args:
+        shapes: whether shapes are tried because they may be surer.
     """
     kind, first = next(iter(found.items()))
-    judged = _judge(first.draft, profile, load, wanted)
-    other = first.at_side if unverified_shape(first.draft) else None
-    if other is not None and not unverified_shape(other):
-        beside = replace(first, draft=other)
-        also = _judge(other, profile, load, wanted)
-        if also.confidence >= min(wanted, max(rounded_down(judged.confidence), 1e-9)):
-            return {kind: beside, **{name: one for name, one in found.items() if name != kind}}, also
-    return found, judged
+    best, judged = first.draft, _judge(first.draft, profile, load, wanted)
+    others = [first.at_side] if unverified_shape(best) else []
+    if shapes and judged.confidence < wanted and rate_of(best) >= load.rate_per_s:
+        others += [draft.but(pinned=best.pinned) for draft in first.other_shapes]
+
+    def level(confidence: float | None) -> float:
+        sure = 1.0 if confidence is None else confidence
+        return wanted if sure >= wanted else rounded_down(sure)
+
+    for other in others:
+        if other is None:
+            continue
+        known = bool(unverified_shape(best)) - bool(unverified_shape(other))
+        least = level(judged.confidence), -known
+        if (level(load.confidence(other, profile)), 0) > least:  # a replay takes longer
+            also = _judge(other, profile, load, wanted)
+            if also.confidence and (level(also.confidence), 0) > least:
+                best, judged = other, also
+    if best is first.draft:
+        return found, judged
+    return {kind: replace(first, draft=best), **{name: one for name, one in found.items() if name != kind}}, judged
