@@ -731,7 +731,8 @@ def report(plan: Plan | FleetPlan | TuneOutput | PathLike, **asked: Unpack[Repor
     request = request_of(ReportRequest, **asked)
     made = plan if isinstance(plan, Plan | FleetPlan | TuneOutput) else _made(plan)
     if isinstance(made, Plan):
-        return report(made, profile_of(made, request.profile), np.random.default_rng(request.seed))
+        path = "plan.json" if isinstance(plan, Plan) else str(plan)
+        return report(made, profile_of(made, request.profile), np.random.default_rng(request.seed), path)
     if request.profile is not None:
         raise InputError("profile", str(request.profile), "only the page of a plan needs a profile: leave it out")
     return fleet_report(made) if isinstance(made, FleetPlan) else tune_report(made)

@@ -199,7 +199,9 @@ def _planned(
             raise
         asked = resolved.problem.constraint.but(arrival_rate_per_s=None, objective="arrivals")
         nearest = resolved.problem.under(asked.but(**error.nearest))
-        planned = _found(request, _Resolved(nearest), load, trace, progress, asked)
+        if progress is not None:  # the search's own lines would read as those of the bounds that were asked
+            progress(0, 1, "searching the plan that keeps most of the load, under the nearest bounds")
+        planned = _found(request, _Resolved(nearest), load, trace, None, asked)
         # A plan for the nearest bounds may keep those that were asked, too.
         beside = () if planned.beside is None else (planned.beside,)
         rates = map(rate_of, (planned.best, *beside, *planned.steady))
@@ -235,8 +237,8 @@ def _found(
     found = own_first(found)
     first = next(iter(found.values()))
     other = resolved.beside or first.at_side
-    if load is not None and resolved.fewest is None and other is not None:
-        found, _ = surest_first(found, problem.profile, load, request.confidence, shapes=False)
+    if load is not None and resolved.fewest is None:
+        found, _ = surest_first(found, problem.profile, load, request.confidence)
         other = other if next(iter(found.values())) is first else first.draft
     if asked not in (None, problem.constraint):
         problem = problem.under(asked)

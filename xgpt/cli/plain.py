@@ -39,16 +39,15 @@ def export(plan_path: str, target: Target, output: str, monitoring: str, check: 
         file.check(found.files[name])  # no file is written before all files are checked
     for name, file in written.items():
         write(file, found.files[name])
-    lines = [need.remedy for need in found.needs]
+    remedies = [need.remedy for need in found.needs]
     if check:
         from xgpt.exporting.export import missing
 
-        lines = missing(found, output)
-    click.echo(
-        "\n".join([f"next, in {output}:", *(f"  {line}" for line in (*([] if check else lines), *found.starts))])
-    )
-    if check and lines:
-        raise MachineError("what must exist before is missing:\n  " + "\n  ".join(lines))
+        if lines := missing(found, output):
+            click.echo("\n".join(["missing:", *(f"  {line}" for line in lines)]))
+            raise MachineError(f"{len(lines)} of what must exist before {found.starts[0]!r} is missing: see above")
+        remedies = []
+    click.echo("\n".join([f"next, in {output}:", *(f"  {line}" for line in (*remedies, *found.starts))]))
 
 
 def ui(port: int, no_browser: bool) -> None:

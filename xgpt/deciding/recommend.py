@@ -7,6 +7,7 @@ from math import ceil, inf
 from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
+from xgpt.core.numbers import rounded_down
 from xgpt.core.schema import Constraint, Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
@@ -120,8 +121,7 @@ def recommend(
             present = present.but(processes=(one,))
         is_best = (present.name, present.settings, present.engine) == (first.name, first.settings, first.engine)
         gain = None if is_best else gain_of(best, now, (gains or {}).get(kind))
-    most_devices = max((number for number, _ in tried), default=0)
-    action, why = _decide(first, present, gain, wanted, least_gain, most_devices)
+    action, why = _decide(first, present, gain, wanted, least_gain, dict(tried))
     varied = gains or {}
     others = {name: plan for name, plan in plans.items() if name != kind and rate_of(plan) > 0}
     is_lost = first.at_load is not None and not first.at_load.holds
@@ -311,13 +311,13 @@ def _decide(
     gain: Gain | None,
     wanted: float = 0.9,
     least_gain: float = LEAST_GAIN,
-    most_devices: int = 0,
+    tried: Mapping[int, Judged] = MappingProxyType({}),
 ) -> tuple[Action, str]:
     """Return the action and its reason. The same deployment gets the same judgement from every command."""
     if now is None:
         return "run", ""
     if gain is None:
-        is_sized = first.num_devices < most_devices and first.at_load is not None and first.at_load.holds
+        is_sized = first.num_devices < max(tried, default=0) and first.at_load is not None and first.at_load.holds
         return "keep", f"it {'holds your load on the fewest devices' if is_sized else 'is the best plan found'}"
     if now.at_load is not None and first.at_load is not None:
         kept, would_keep = now.at_load.holds, first.at_load.holds
@@ -325,15 +325,8 @@ def _decide(
             return "change", "what runs now does not hold your load, this plan does"
         if kept and not would_keep:
             return "keep", "it holds your load, and no plan found does"
-        if kept and would_keep and first.num_devices < now.num_devices:
-            return "change", "both hold your load, this plan on fewer devices"
-        if kept and would_keep and _is_surer(first.at_load.confidence, now.at_load.confidence, wanted):
-            mine = now.at_load.confidence
-            surely = "" if mine is None else f" (yours in {tenths(mine)})"
-            return "change", f"both hold your load, this plan more surely{surely}"
         if kept and would_keep:
-            fewer = "" if now.num_devices == 1 or not most_devices else ", and fewer devices do so less surely"
-            return "keep", f"it holds your load{fewer}"
+            return _decide_among_both(first, now, wanted, tried)
         if (found := by_replay(first.at_load, now.at_load)) is not None:
             return found
     each = gain.per_device or gain.factor
@@ -351,8 +344,17 @@ def _decide(
     return "change", ""
 
 
-def _is_surer(then: float | None, now: float | None, wanted: float) -> bool:
-    return then is not None and now is not None and now < wanted <= then
+def _decide_among_both(first: Offer, now: Offer, wanted: float, tried: Mapping[int, Judged]) -> tuple[Action, str]:
+    then, mine = (None if each.at_load is None else each.at_load.confidence for each in (first, now))
+    likely = 1.0 if then is None else then
+    if first.num_devices < now.num_devices and likely >= min(wanted, 0.0 if mine is None else rounded_down(mine)):
+        return "change", "both hold your load, this plan on fewer devices"
+    if mine is not None and mine < wanted <= likely:
+        return "change", f"both hold your load, this plan more surely (yours in {tenths(mine)})"
+    fewer = [judged.confidence for number, judged in tried.items() if number < now.num_devices]
+    if any(fewer) or first.num_devices < now.num_devices:
+        return "keep", "it holds your load, and fewer devices do so less surely"
+    return "keep", f"it holds your load{', and fewer devices do not' if fewer else ''}"
 
 
 def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:

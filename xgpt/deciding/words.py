@@ -29,7 +29,7 @@ from xgpt.deciding.phrases import (
 FAR = 1.0
 """A plan that a proof leaves further from the optimum than this share is not called near it."""
 MOST_COMMANDS = 2
-"""Most commands that are printed. plan.json has all."""
+"""Most commands that are printed. --json has all."""
 MOST_CLUSTERS = 3
 """Most compared clusters of which more than the cost is printed. plan.json has all."""
 CEILING = 6
@@ -85,7 +85,8 @@ def _sentences(
     """
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
     if found.now is not None and found.now.at_load is not None:
-        yield NEEDED, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds, is_why_said=keeps)}."
+        is_why_said = keeps or not is_brief
+        yield NEEDED, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds, is_why_said=is_why_said)}."
     would, lost = _would_hold(found), load is not None and not load.holds
     more = f"; {_would_hold(found, 'the plan below')}" if would and lost else ""
     if found.nearest:
@@ -457,7 +458,7 @@ def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:
         elif max(commands.values()) > 1:
             yield "on one more machine"
     if (rest := sum(list(commands.values())[most:])) > 0:
-        yield f"and {rest} more like it, each on its own devices and port (all are in plan.json)"
+        yield f"and {rest} more like it, each on its own devices and port (all: --json)"
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:
@@ -528,7 +529,8 @@ def cards(found: Recommendation) -> list[dict[str, str]]:
     if best.cost_per_hour is not None:
         shown.append(("cost of an hour", f"{best.cost_per_hour:.4g}"))
     if best.cost_per_million_tokens is not None:
-        shown.append(("cost of a million output tokens", f"{best.cost_per_million_tokens:.3g}"))
+        label = "cost of a million output tokens while requests always wait"
+        shown.append((label, f"{best.cost_per_million_tokens:.3g}"))
     if found.limit_per_s is not None:
         most = f"{found.limit_per_s / turns:.3g}"
         shown.append((f"{unit}, proven upper bound with these step times", most))

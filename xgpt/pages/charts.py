@@ -124,12 +124,17 @@ def bounded(lines: Sequence[Series], load_per_s: float | None, most_per_s: float
         for line, colour in zip(lines, COLOURS, strict=False):
             axes.plot(line.x, line.y, color=colour, label=line.name, linewidth=1.6, marker="o", markersize=3)
         axes.axhline(1, color="#b3261e", linewidth=1.2, linestyle="--", label="bound")
-        axes.axvline(most_per_s, color="#6b7785", linewidth=1.2, label=f"kept up to {most_per_s:.3g}/s")
+        axes.axvline(
+            most_per_s,
+            color="#6b7785",
+            linewidth=1.2,
+            label=f"kept up to {most_per_s:.3g}/s" if most_per_s else "kept at no rate",
+        )
         if load_per_s is not None:
             axes.axvline(
                 load_per_s, color="#1b2430", linewidth=1.2, linestyle=":", label=f"your load {load_per_s:.3g}/s"
             )
-        axes.set_ylim(0, 1.6)
+        axes.set_ylim(0, max(1.6, *(1.3 * line.y[0] for line in lines)))
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         axes.set_xlabel("requests/s")

@@ -45,8 +45,11 @@ LOAD_WITHOUT_BOUNDS = 0.8
 HISTOGRAM_BINS = 40
 
 
-def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
+def report(plan: Plan, profile: Profile, rng: np.random.Generator, path: str = "plan.json") -> str:
     """Return the page as HTML that loads no other files.
+
+    Args:
+        path: the plan's file, for commands on the page.
 
     Raises:
         InputError: requests of the plan's workload do not fit into the plan's memory.
@@ -55,7 +58,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
-    told = plan.recommendation or recommend({plan.policy.kind: full}, profile)
+    told = plan.recommendation or recommend({plan.policy.kind: full}, profile, path=path)
     slowdown = plan.profile.slowdown
     slowed = "" if slowdown == 1 else f", with all times multiplied by {slowdown:.3g}"
     return render(
@@ -191,7 +194,7 @@ def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommendation) -> dict[str, Chart]:
-    of_arrivals = plan.constraint.maximises_arrivals and rate_of(plan) > 0
+    of_arrivals = plan.constraint.maximises_arrivals
     return {
         "timeline": _timeline(plan, spans),
         "frontier": bounded_chart(plan, profile, told) if of_arrivals else _frontier(plan, profile),
@@ -217,18 +220,19 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 
 RATES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2)
-"""Arrival rates of the chart of bounded times, as shares of the plan's highest rate."""
+"""Arrival rates of the chart of bounded times, as shares of the plan's highest rate or, if it is 0, of saturation."""
 
 
 def bounded_chart(plan: Plan, profile: Profile, told: Recommendation) -> Chart:
     most = rate_of(plan)
+    end = most or plan.estimate.throughput_rps
     points: dict[str, list[tuple[float, float]]] = {bound.name: [] for bound in told.bounds}
     for share in RATES:
-        seen = dict(zip(BOUNDED, times_at(plan, profile, share * most), strict=True))
+        seen = dict(zip(BOUNDED, times_at(plan, profile, share * end), strict=True))
         for bound in told.bounds:
             if (times := seen[bound.name]) is None or not len(times):
                 continue
-            points[bound.name].append((share * most, quantile_of(times, bound.quantile) / bound.bound_s))
+            points[bound.name].append((share * end, quantile_of(times, bound.quantile) / bound.bound_s))
     lines = [
         charts.Series(
             f"{bound.name} {_ordinal(bound.quantile)}, of {phrases.seconds(bound.bound_s)}",

@@ -59,8 +59,11 @@ class Scaling:
     def spans(self, kind: int) -> Iterator[tuple[int, int, int]]:
         """Return the minutes (begin, end) of a UTC day with more than the least number of replicas, and this number."""
         begin_s = (self.fleet.begin_s or 0.0) % (60 * DAY_MIN)
-        minutes = groupby(range(DAY_MIN), lambda minute: self.scheduled(kind, 60.0 * minute - begin_s))
-        for count, each in minutes:
+
+        def most(minute: int) -> int:  # what must start within a minute starts with it
+            return max(self.scheduled(kind, 60.0 * minute - begin_s + within_s) for within_s in (0.0, 59.0))
+
+        for count, each in groupby(range(DAY_MIN), most):
             span = list(each)
             if count > self.least[kind]:
                 yield span[0], span[-1] + 1, count

@@ -360,12 +360,14 @@ class Arrivals(Objective[PlanDraft]):
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
         if not self._explains:
             return InfeasibleError("no plan keeps the bounds", binding="ttft_s")
+        engine = self.scheduler.problem.engine
+        own = [kind for kind in kinds if engine is not None and engine.runs(kind)] or kinds
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:
                 return True
             under = Arrivals(self.scheduler.under(constraint), self.finish)
-            plans = (pair for kind in kinds for pair in under.of_kind(kind, 1))
+            plans = (pair for kind in own for pair in under.of_kind(kind, 1))
             profile = self.scheduler.problem.profile
             ranked = sorted(plans, key=lambda pair: -pair[1])
             return any(CapacitySearch(self.finish(plan), profile, rate).rate > 0 for plan, rate in ranked)

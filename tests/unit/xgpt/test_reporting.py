@@ -21,7 +21,8 @@ from xgpt.pages import charts, render
 from xgpt.reporting.plan_text import schedule_in_words
 from xgpt.reporting.report import NUM_REQUESTS, _frontier, report
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.schedule import Scheduler
+from xscheduler.placement import Placement
+from xscheduler.schedule import NOT_SEARCHED, Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.run import simulate
 
@@ -84,6 +85,14 @@ def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
     shown = plans_table({"static": plan})
     row = dict(zip(shown.columns, shown.rows[0], strict=True))
     assert (row["arrivals/s"], row.get("whole s", "-")) == ("0.000", "-")
+
+
+def test_the_page_of_what_runs_now_names_its_file_and_shows_bounds_that_it_never_keeps() -> None:
+    """It named plan.json, another plan's file, and bounds that a plan keeps at no rate ended a report."""
+    asked = problem("llama-3.1-8b", "h200x1", "orca").under(Constraint(objective="arrivals", ttft_s=1e-3))
+    plan = Scheduler(asked).score(ChunkedSettings(token_budget=512, max_batch=8), Placement.of(a_plan("chunked")))
+    page = report(plan.proven(NOT_SEARCHED), asked.profile, np.random.default_rng(0), "current.json")
+    assert "plan.json" not in page and "current.json" in page and page.count("data:image/svg+xml") == 5
 
 
 def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command() -> None:

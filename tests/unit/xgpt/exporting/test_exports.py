@@ -498,7 +498,8 @@ def test_the_command_prints_steps_and_checks_what_must_exist(tmp_path: Path, mon
     secret = "kubectl create secret generic xgpt-llama-3-1-8b-keys"
     assert told.output.index(secret) < told.output.index("kubectl apply -k .")
     lacks = CliRunner().invoke(cli, [*asked, "--check"])
-    assert lacks.exception is not None and "secret xgpt-llama-3-1-8b-keys: missing" in str(lacks.exception)
+    assert "  secret xgpt-llama-3-1-8b-keys: missing; kubectl" in lacks.stdout and lacks.exception is not None
+    assert "next" not in lacks.stdout, "each remedy on its line, and no next step before them"
     (tmp_path / "all").touch()
     checked = CliRunner().invoke(cli, [*asked, "--check"])
     assert checked.exit_code == 0 and secret not in checked.output and "kubectl apply -k ." in checked.output

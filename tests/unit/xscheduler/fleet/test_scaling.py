@@ -59,9 +59,9 @@ def test_a_load_that_falls_gives_replicas_back() -> None:
 def test_the_schedule_of_a_day_is_its_intervals_in_minutes() -> None:
     fleet = fleet_of([2.0] * 144 + [9.0] * 36 + [2.0] * 108, start_s=90.0)
     scaling = Scaling(fleet)
-    assert list(scaling.spans(0)) == [(719, 900, 5)]  # two minutes would be too early, one is the last whole one
+    assert list(scaling.spans(0)) == [(718, 900, 5)]  # 90 s before, in whole minutes
     assert [scaling.scheduled(0, 60.0 * minute) for minute in (717, 719, 899, 900)] == [1, 5, 5, 1]
-    assert list(Scaling(fleet.but(begin_s=50 * 86_400.0 + 9 * 3600)).spans(0)) == [(1259, 1440, 5)], "began at midnight"
+    assert list(Scaling(fleet.but(begin_s=50 * 86_400.0 + 9 * 3600)).spans(0)) == [(1258, 1440, 5)], "began at midnight"
     minutes = Scaling(fleet_of([2.0, 9.0]))  # ten minutes repeat otherwise
     assert list(minutes.spans(0)) == [] and not minutes.has_schedule
     assert minutes.scheduled(0, 300.0) == 1, "a simulated day followed a schedule that no export has"

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint
+from xgpt.core.schema.policy import PolicyChoice
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xscheduler.objectives.best_plans import found_each
 from xscheduler.objectives.nearest_bound import _nearest, never_kept
 
 
@@ -46,3 +51,17 @@ def test_bounds_that_are_loosened_together_are_not_called_the_nearest() -> None:
     assert refusal.nearest_bound_s is None and refusal.nearest["tpot_s"] == pytest.approx(0.02, rel=0.011)
     alone = never_kept(scheduler, ["chunked"], lambda tried: (tried.ttft_s or 9) >= 0.5)  # type: ignore[arg-type]
     assert "the nearest bound that can be kept is `ttft_s=0.50" in str(alone)
+
+
+def test_the_nearest_bounds_are_kept_by_a_policy_that_the_engine_runs_by_itself() -> None:
+    """Of vLLM, bounds were said to be kept that only orca keeps, with xgpt's scheduler."""
+    bounds = {"ttft_s": 0.02, "tpot_s": 3e-3, "latency_bound_s": None, "quantile": 0.9}
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-code", "engine": "vllm"}
+    problem = resolve(plan_request(**asked, **bounds))
+
+    def nearest(policy: PolicyChoice) -> float:
+        with pytest.raises(InfeasibleError) as refused:
+            found_each(problem, policy)
+        return refused.value.nearest["tpot_s"]
+
+    assert nearest("orca") < nearest("chunked") == nearest("auto")

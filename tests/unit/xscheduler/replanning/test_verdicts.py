@@ -27,6 +27,7 @@ from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
 from xscheduler.found import Found
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.sizing import Judged
 from xscheduler.replanning import decide as decisions
 from xscheduler.replanning.decide import Verdict, decide, with_known_rate
 from xscheduler.replanning.judge import ArrivalsJudge, Terms
@@ -145,7 +146,12 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
         assert _decide(then.but(at_load=sure), mine, gain) == ("change", said)
     mine, other = now.but(at_load=unsure), then.but(at_load=unsure)
     assert _decide(other, mine, gain) == ("keep", "it holds your load"), "no fewer devices were searched"
-    assert _decide(other, mine, gain, most_devices=8)[1].endswith(", and fewer devices do so less surely")
+    for confidence, less in ((0.7, "do so less surely"), (0.0, "do not")):
+        tried = {4: Judged(0.0), 6: Judged(confidence), 8: Judged(0.86)}
+        assert _decide(other, mine, gain, tried=tried)[1] == f"it holds your load, and fewer devices {less}"
+    for at, likely, action in ((sure, 0.95, "change"), (sure, 0.86, "keep"), (unsure, 0.81, "change")):
+        fewer = then.but(num_devices=3, at_load=unsure.but(confidence=likely))
+        assert _decide(fewer, now.but(at_load=at), gain)[0] == action, "three devices held it less surely than wanted"
     unknown = then.but(at_load=AtLoad(rate_per_s=17.7, num_requests=640_932, holds=False))
     assert _decide(unknown, now, gain)[0] == "change", "a replay that is not known decides nothing"
 
