@@ -20,7 +20,7 @@ class Found:
             it was simulated, or if its objective is no rate.
         beside: returns the best schedule of the same policy on a placement of another shape than a draft's or, if the
             draft has several stages, on undivided replicas. None means that the search keeps none.
-        shapes: returns the best schedule on each of a few such placements.
+        shapes: returns the best schedule on replicas that are not divided, for each other parallel degree.
     """
 
     draft: PlanDraft

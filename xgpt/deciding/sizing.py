@@ -120,18 +120,16 @@ def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float)
 
 
 def surest_first(
-    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float, *, shapes: bool = True
+    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float
 ) -> tuple[dict[str, Found], Judged]:
     """Return the schedules and the judgement of the first one. A schedule of another shape comes first if it holds the
-    load more surely, up to what is wanted, or as surely if measurements verify only its placement.
-
-    Args:
-        shapes: whether shapes are tried because they may be surer.
+    load more surely, up to what is wanted, or as surely if measurements verify only its placement. None that they do
+    not verify comes before one that they do.
     """
     kind, first = next(iter(found.items()))
     best, judged = first.draft, _judge(first.draft, profile, load, wanted)
     others = [first.at_side] if unverified_shape(best) else []
-    if shapes and judged.confidence < wanted and rate_of(best) >= load.rate_per_s:
+    if judged.confidence < wanted and rate_of(best) >= load.rate_per_s:
         others += [draft.but(pinned=best.pinned) for draft in first.other_shapes]
 
     def level(confidence: float | None) -> float:
@@ -139,10 +137,10 @@ def surest_first(
         return wanted if sure >= wanted else rounded_down(sure)
 
     for other in others:
-        if other is None:
+        if other is None or bool(unverified_shape(other)) > bool(unverified_shape(best)):
             continue
-        known = bool(unverified_shape(best)) - bool(unverified_shape(other))
-        least = level(judged.confidence), -known
+        is_known = bool(unverified_shape(best)) and not unverified_shape(other)
+        least = level(judged.confidence), -int(is_known)
         if (level(load.confidence(other, profile)), 0) > least:  # a replay takes longer
             also = _judge(other, profile, load, wanted)
             if also.confidence and (level(also.confidence), 0) > least:

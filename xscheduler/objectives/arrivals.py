@@ -162,20 +162,23 @@ class Arrivals(Objective[PlanDraft]):
         }
 
     def _beside(self, kind: str, plan: PlanDraft) -> PlanDraft | None:
-        return self._best_nearest(self._of_other_shapes(kind, plan))
+        spaces = self._of_other_shapes(kind, plan, undivided=len(Placement.of(plan).degrees) > 1)
+        return self._best_nearest(self._ranked(spaces, kind, MOST_TRIED))
 
     def _shapes(self, kind: str, plan: PlanDraft) -> list[PlanDraft]:
-        each = (self._best_nearest([pair]) for pair in self._of_other_shapes(kind, plan))
+        of_degree: dict[tuple[int, ...], list[Space]] = {}
+        for space in self._of_other_shapes(kind, plan, undivided=True):
+            of_degree.setdefault(space.placement.degrees, []).append(space)
+        each = (self._best_nearest(self._ranked(spaces, kind, 1)) for spaces in of_degree.values())
         return [draft for draft in each if draft is not None]
 
-    def _of_other_shapes(self, kind: str, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
+    def _of_other_shapes(self, kind: str, plan: PlanDraft, *, undivided: bool) -> list[Space]:
         own = Placement.of(plan).degrees
-        spaces = [
+        return [
             self._in_engine(space)
             for space in self.scheduler.candidates.spaces(kind)
-            if (len(space.placement.degrees) == 1 if len(own) > 1 else space.placement.degrees != own)
+            if space.placement.degrees != own and (len(space.placement.degrees) == 1 or not undivided)
         ]
-        return self._ranked(spaces, kind, MOST_TRIED)
 
     def _best_nearest(self, ranked: list[tuple[PlanDraft, float]]) -> PlanDraft | None:
         best = self._best_of(ranked, None)

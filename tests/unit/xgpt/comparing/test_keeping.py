@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,10 +111,11 @@ def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
     lost = KeptByWindow(share=0.97, worst=None, worst_share=0.88)
 
     class Load:
+        rate_per_s = inf
         confidence = staticmethod(lambda *_: 0.8)
         kept = staticmethod(lambda *_: lost)
 
-    _, judged = surest_first({"orca": found}, problem.profile, Load(), 0.9, shapes=False)  # type: ignore[arg-type]
+    _, judged = surest_first({"orca": found}, problem.profile, Load(), 0.9)  # type: ignore[arg-type]
     assert judged.confidence == 0 and judged.why_not.startswith("only 97.0% of the log's requests")
 
 
@@ -125,18 +127,18 @@ def test_a_shape_that_holds_a_load_more_surely_comes_first() -> None:
     problem = resolve(asked)
     found = next(iter(found_each(problem, "chunked").values()))
 
-    def chosen(first: float, other: float, *, shapes: bool = True) -> bool:
+    def chosen(first: float, other: float) -> bool:
         class Load:
             rate_per_s = 1e-3
             confidence = staticmethod(lambda draft, _: first if draft.stages == found.draft.stages else other)
             kept = staticmethod(lambda *_: None)
 
-        best, judged = surest_first({"chunked": found}, problem.profile, Load(), 0.9, shapes=shapes)  # type: ignore[arg-type]
+        best, judged = surest_first({"chunked": found}, problem.profile, Load(), 0.9)  # type: ignore[arg-type]
         assert judged.confidence == (first if best["chunked"] is found else other)
         return best["chunked"] is not found
 
     assert chosen(0.61, 0.72)
-    assert not chosen(0.61, 0.68) and not chosen(0.91, 0.99) and not chosen(0.61, 0.72, shapes=False)
+    assert not chosen(0.61, 0.68) and not chosen(0.91, 0.99)
 
 
 def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
