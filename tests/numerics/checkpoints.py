@@ -71,6 +71,7 @@ LLAMA_SHAPES = {
     "tied-biased": TIED | {"attention_bias": True},
 }
 QWEN2_SHAPES = {"grouped": GROUPED, "one-kv-head": ONE_KV_HEAD, "tied": TIED}
+SEED_OSS_SHAPES = QWEN2_SHAPES | {"grouped": GROUPED | {"head_dim": 32}, "tied": TIED | {"attention_bias": False}}
 QWEN3_SHAPES = {
     "grouped": GROUPED | {"head_dim": 32},
     "one-kv-head": ONE_KV_HEAD,
@@ -207,6 +208,7 @@ FAMILIES = {
     "qwen2": QWEN2_SHAPES,
     "qwen3": QWEN3_SHAPES,
     "qwen3_moe": QWEN3_MOE_SHAPES,
+    "seed_oss": SEED_OSS_SHAPES,
     "t5": T5_SHAPES,
 }
 CHECKPOINTS = [f"{family}-{shape}" for family, shapes in FAMILIES.items() for shape in shapes]

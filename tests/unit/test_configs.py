@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -161,9 +162,13 @@ def test_azure_traces(name: str, side: str, mean_: float, p50: int, p99: int, lo
     assert histogram.lengths[-1] == longest
 
 
-def test_every_workload_loads_and_fits_a_long_context() -> None:
+def test_every_workload_loads_and_fits_a_long_context(tmp_path: Path) -> None:
     for name in config_names("workloads"):
         assert load_workload(name, spec_of("llama-3.1-8b")).name == name
+        text = (configs_dir() / "workloads" / f"{name}.yaml").read_text()
+        assert re.search(r"^source: \S", text, re.M)
+    (tmp_path / "mine.yaml").write_text(re.sub(r"^source: .*(\n  .*)*\n", "", text, flags=re.M))
+    assert load_workload(str(tmp_path / "mine.yaml")).input.mean > 0, "a file of one's own states no source"
 
 
 def test_workload_longer_than_the_context_is_refused() -> None:

@@ -14,7 +14,7 @@ the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -471,11 +471,11 @@ def _budgets(room: PlacementLimits) -> list[int]:
 
 
 class Orca(Mixed):
-    settings = OrcaSettings
+    settings: ClassVar[type[Any]] = OrcaSettings
 
 
 class Chunked(Mixed):
-    settings = ChunkedSettings
+    settings: ClassVar[type[Any]] = ChunkedSettings
     num_curves = 12
     cuts_prompts = True
 

@@ -150,7 +150,8 @@ class SessionSpec(Frozen):
     """The content of a workload file of sessions."""
 
     name: str
-    source: str
+    source: str = ""
+    """Where the figures come from. Shipped files state it."""
     sessions: SessionLaw
 
 
@@ -189,7 +190,8 @@ class WorkloadSpec(Frozen):
     """The content of a file under configs/workloads: request lengths and their source."""
 
     name: str
-    source: str
+    source: str = ""
+    """Where the lengths come from. Shipped files state it."""
     input: LengthDistribution
     output: LengthDistribution
     classes: tuple[RequestClass, ...] = ()
