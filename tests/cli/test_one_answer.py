@@ -35,6 +35,7 @@ def write_log(rate_per_s: float, number: int) -> None:
     Path("log.csv").write_text("\n".join(["timestamp_s,input,output", *rows]) + "\n")
 
 
+@pytest.mark.long
 def test_where_nothing_holds_a_log_all_commands_name_the_plan_that_keeps_most_of_it(run: Run) -> None:
     """The runner-up kept 87% of a log, the best plan 61%; three copies were to hold it, in 7 of 10 cases; a server at
     port 30000 was to be checked at 8000; `xgpt replan` found another best plan.

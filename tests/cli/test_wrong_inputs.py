@@ -36,7 +36,7 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (
             "plan --latency-bound 8 --workload wrong.yaml",
             "name: x",
-            "workload.source is missing; give a value, also for `workload.input` and `workload.output`",
+            "workload.input is missing; give a value, also for `workload.output`",
         ),
         (f"plan --latency-bound 8 {ON} --workload .", "", "--workload: '.' is not accepted; it is a directory"),
         (f"fleet --trace missing.csv --latency-bound 8 {ON}", "", "--trace: 'missing.csv' is not accepted; it cannot"),

@@ -463,6 +463,7 @@ def test_where_few_requests_run_every_setting_is_simulated(monkeypatch: pytest.M
     assert loose.search.bound.startswith(branches.BOUND)
 
 
+@pytest.mark.long
 def test_a_ceiling_of_long_answers_takes_no_more_steps_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of runs was limited, not that of their steps: a billion were simulated, in 100 s."""
     answers = Workload(name="long", input=evenly(100, 200, 300), output=evenly(1500, 2000, 2500))
@@ -488,6 +489,7 @@ def test_a_ceiling_of_long_answers_takes_no_more_steps_than_others(monkeypatch: 
     assert 0.5 * most < sum(events) < most + 3 * max(events)
 
 
+@pytest.mark.long
 def test_draws_that_happen_to_agree_do_not_make_a_ceiling_sure() -> None:
     """Three draws gave rates within 1.5%, so the ceiling was 1% above the rate. Other draws keep 4% more."""
     prompts = (160, 276, 278, 481, 494, 508, 517, 603, 656, 762, 1216, 1364)

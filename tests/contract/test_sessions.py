@@ -193,6 +193,7 @@ def test_every_turn_is_computed_anew_without_reuse(profile: Profile) -> None:
     ),
     ids=["slow", "short"],
 )
+@pytest.mark.long
 def test_a_plans_rate_is_kept_four_times_as_long_and_below_its_ceiling(
     model: str, cluster: str, law: dict[str, object], bounds: dict[str, Any]
 ) -> None:

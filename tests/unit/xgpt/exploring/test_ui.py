@@ -230,6 +230,7 @@ def test_one_plans_in_a_browser(url: str, tmp_path: Path) -> None:
         assert page.complaints == []
 
 
+@pytest.mark.long
 def test_the_process_may_end_and_the_page_goes_on(url: str) -> None:
     children = subprocess.check_output(["pgrep", "-f", "xgpt.exploring.explore"], text=True).split()
     for child in children:

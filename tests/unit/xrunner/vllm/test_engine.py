@@ -226,6 +226,7 @@ def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
     assert sorted(encoded) == list(range(len(PROMPTS)))
 
 
+@pytest.mark.long
 def test_prompts_go_to_all_prefill_groups(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.05")
     log: list[StepRecord] = []
