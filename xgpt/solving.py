@@ -428,7 +428,9 @@ def _for_load(request: PlanRequest, problem: Problem, load: CarriedLoad | None, 
     except InfeasibleError as error:
         if is_asked:
             raise
-        return _Resolved(problem, refusal=error if _is_at_any_rate(error) else None)
+        refusal = error if _is_at_any_rate(error) else None
+        known = sizing.found(problem.cluster.num_devices) if load.window and problem == sizing.problem else None
+        return _Resolved(problem, found=known, refusal=refusal)
 
 
 def _sized(
@@ -440,14 +442,13 @@ def _sized(
     Args:
         able: all clusters that hold the load. Empty means this one.
     """
-    problem, (found, beside) = replace(sizing.problem, max_devices=fewest.number), sizing.of(fewest.number)
+    problem, beside = replace(sizing.problem, max_devices=fewest.number), sizing.beside(fewest.number)
     is_priced = problem.cluster.price_per_device_hour is not None and bool(fewest.judged.unverified)
     verified = cheapest_verified(able or [sizing]) if is_priced else None
     profile = None
     if verified is not None:
         profile, beside = verified[0].problem.profile, verified[1]
-    known = found if problem.speculation is None else None
-    return _Resolved(problem, choices, fewest, known, beside, profile)
+    return _Resolved(problem, choices, fewest, sizing.found(fewest.number), beside, profile)
 
 
 NEEDS_RATE = "it needs a load: give `arrival_rate_per_s`, or a log with times as `workload`"

@@ -45,7 +45,8 @@ def export(plan_path: str, target: Target, output: str, monitoring: str, check: 
 
         if lines := missing(found, output):
             click.echo("\n".join(["missing:", *(f"  {line}" for line in lines)]))
-            raise MachineError(f"{len(lines)} of what must exist before {found.starts[0]!r} is missing: see above")
+            must = f"{len(lines)} of what must exist before {found.starts[0]!r}"
+            raise MachineError(f"{must} are missing or not known: see above")
         remedies = []
     click.echo("\n".join([f"next, in {output}:", *(f"  {line}" for line in (*remedies, *found.starts))]))
 

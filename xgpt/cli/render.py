@@ -220,6 +220,8 @@ def assumptions_table(ranges: Mapping[str, RangeOutput]) -> Fitting:
         for name in next(iter(ranges.values())).each
     ]
     below = [f"{said}: {name}" for name, said in short.items() if said != name]
+    if any("-" in row for row in rows):
+        below.append("-: what runs now, or the plan, keeps the bounds at no rate")
     return Fitting("gain per device", ["if", *short.values()], rows, below=below)
 
 

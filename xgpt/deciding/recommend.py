@@ -409,7 +409,7 @@ def _would_change(
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
     each = None if gain is None else gain.per_device or gain.factor
     if gain is not None and gain.worst and each is not None and (each.low or 1) < 1:
-        found.append(gain.worst)
+        found.append(f"{gain.worst}: then it serves less for each device than what runs now")
     if (edge := plan.estimate.mixing_edge) is not None:
         now = 0.0 if plan.engine is None else plan.engine.mixing
         side = "above" if edge.mixing > now else "below"

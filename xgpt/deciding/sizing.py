@@ -31,7 +31,9 @@ class Sizing:
     def __init__(
         self, problem: Problem, load: CarriedLoad, find: FindEach, wanted: float, progress: Progress | None = None
     ) -> None:
-        self.problem = problem.under(problem.constraint.but(arrival_rate_per_s=load.rate_per_s))
+        # a log's replay overrules the rate of its busiest window
+        rate = None if load.window else load.rate_per_s
+        self.problem = problem.under(problem.constraint.but(arrival_rate_per_s=rate, objective="arrivals"))
         self._load, self._find, self._wanted, self._progress = load, find, wanted, progress
         self._found: dict[int, tuple[dict[str, Found], Found]] = {}
         self._too_few = 0
@@ -52,13 +54,17 @@ class Sizing:
         needed = ceil(number * self._load.rate_per_s / rate) if rate else 0
         return judged._replace(needed=needed, unverified=unverified(chosen))
 
-    def of(self, number: int) -> tuple[dict[str, Found], PlanDraft | None]:
-        """Return the schedules on a number of devices that was judged, and the one that stands beside the first."""
+    def found(self, number: int) -> dict[str, Found] | None:
+        """Return the schedules on a number of devices, or None if they were not searched with their final draft."""
+        return self._found[number][0] if number in self._found and self.problem.speculation is None else None
+
+    def beside(self, number: int) -> PlanDraft | None:
+        """Return the schedule that stands beside the first on a number of devices that was judged."""
         chosen, beside = self._both(number)
         if unverified_shape(chosen):  # then all devices show what verified plans can do
             drafts = (*self._both(max(self._found)), beside)
             beside = next((draft for draft in drafts if draft is not None and not unverified_shape(draft)), beside)
-        return self._found[number][0], beside
+        return beside
 
     def fewest_verified(self, most: int) -> int | None:
         """Return the smallest number of devices, at most `most`, on which a plan that measurements verify sustains the
@@ -110,12 +116,15 @@ def cheapest_verified(sizings: Iterable[Sizing]) -> tuple[Sizing, PlanDraft] | N
 
 
 def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float) -> Judged:
-    """Judge how surely a schedule holds a load. A log is replayed."""
+    """Judge how surely a schedule holds a load. A log is replayed if its rate is likely to be sustained at all."""
+    likely, rate = load.confidence(draft, profile), rate_of(draft)
+    likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
+    if not likely:
+        why = f"the best schedule found keeps the bounds only up to {rate:.3g} requests/s"
+        return Judged(0.0, why, kept_per_s=rate)
     if (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
         worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
-        return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}")
-    likely = load.confidence(draft, profile)
-    likely = 1.0 if likely is None else likely  # without known errors, predictions are believed
+        return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}", kept_per_s=rate)
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
 
@@ -129,7 +138,7 @@ def surest_first(
     kind, first = next(iter(found.items()))
     best, judged = first.draft, _judge(first.draft, profile, load, wanted)
     others = [first.at_side] if unverified_shape(best) else []
-    if judged.confidence < wanted and rate_of(best) >= load.rate_per_s:
+    if judged.confidence < wanted and load.confidence(best, profile) != 0:
         others += [draft.but(pinned=best.pinned) for draft in first.other_shapes]
 
     def level(confidence: float | None) -> float:

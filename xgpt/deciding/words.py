@@ -25,6 +25,7 @@ from xgpt.deciding.phrases import (
     tenths,
     wrapped,
 )
+from xscheduler.objectives.sizing import LESS_SURE
 
 FAR = 1.0
 """A plan that a proof leaves further from the optimum than this share is not called near it."""
@@ -48,8 +49,8 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
             None means that all are said.
         end: a last sentence, such as where to read more. It is never left out.
     """
-    said, is_brief = list(_sentences(found, None if most is None else MOST_CLUSTERS)), False
-    while True:
+
+    def shown(said: list[tuple[int, str]]) -> list[str]:
         texts = [text for _, text in said]
         if CEILING not in (rank for rank, _ in said):
             texts = [_with_gap(text, found, width) for text in texts]
@@ -57,14 +58,24 @@ def lines(found: Recommendation, width: int = WIDTH, most: int | None = MOST_LIN
             texts[-1] += f" {end}"
         elif end:
             texts.append(end)
-        shown = [line for text in texts for line in wrapped(text, width)]
+        return [line for text in texts for line in wrapped(text, width)]
+
+    every = list(_sentences(found, None if most is None else MOST_CLUSTERS))
+    said, is_brief = every[:], False
+    while most is not None and len(shown(said)) > most:
         least = min(reversed(said), key=lambda each: each[0])
-        if most is None or len(shown) <= most or (least[0] == NEEDED and is_brief):
-            return shown
-        if least[0] < SPARED or is_brief:
+        if least[0] < SPARED or (is_brief and least[0] < NEEDED):
             said.remove(least)
+        elif is_brief:
+            break
         else:
-            said, is_brief = [each for each in _sentences(found, 0, is_brief=True) if each[0] >= SPARED], True
+            every, is_brief = list(_sentences(found, 0, is_brief=True)), True
+            said = [each for each in every if each[0] >= SPARED]
+    for more in sorted(every, key=lambda each: -each[0]):  # a long sentence that was left out may leave room for others
+        fuller = [each for each in every if each in said or each is more]
+        if most is not None and more not in said and len(shown(fuller)) <= most:
+            said = fuller
+    return shown(said)
 
 
 def told(found: Recommendation, explained: bool, more: str = "") -> list[str]:
@@ -114,7 +125,10 @@ def _sentences(
         # the first line has the number of requests
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
-        said = load_in_words(known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions, wanted=found.wanted)
+        is_lost = is_lost and not is_brief
+        said = load_in_words(
+            known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions, wanted=found.wanted, is_brief=is_brief
+        )
         yield NEEDED, f"Your load: {said}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
@@ -128,7 +142,7 @@ def _sentences(
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
     if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
-        yield (5 if by_share else ALWAYS), f"{gain_in_words(found)}."
+        yield (5 if by_share else SPARED), f"{gain_in_words(found)}."
     is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
         what = "Devices searched (best plan of each)" if keeps else "Devices searched"
@@ -140,7 +154,10 @@ def _sentences(
     if found.runner_up is not None and _keeps_any(found.runner_up):
         is_sure = found.would_hold is not None and _is_surer(found.runner_up.at_load, load)
         is_known = bool((found.rejected or best).unverified and not found.runner_up.unverified)
-        yield (VERIFIED if is_known else ALWAYS if is_sure else 3), _runner_up(found, found.runner_up)
+        yield (
+            (VERIFIED if is_known else ALWAYS if is_sure else 3),
+            _runner_up(found, found.runner_up, is_brief=is_brief),
+        )
     clusters = sorted(found.clusters, key=lambda each: each.why_not != "")  # the chosen one first
     full = len(clusters) if most_clusters is None else most_clusters
     for each in clusters[:full]:
@@ -165,9 +182,18 @@ def _sentences(
         yield 2, f"Would change it: {'; '.join(found.would_change[:2])}."
     if found.measurement is not None:
         start = "Once it runs, measure" if found.now is None else "Measure, with what runs now,"
-        yield 8 if is_unsure else 1, f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
+        text = f"{start} {found.measurement.narrows}:\n$ {found.measurement.command}"
+        yield ALWAYS if _is_for_sureness(found) else 8 if is_unsure else 1, text
     for warning in found.warnings[:1]:
         yield 8, f"Warning: {warning}"
+
+
+def _is_for_sureness(found: Recommendation) -> bool:
+    """Return whether more devices are only to hold a load more surely, which a measurement of what runs may settle."""
+    now = found.now
+    if found.action != "change" or now is None or now.at_load is None:
+        return False
+    return now.at_load.holds and found.best.num_devices > now.num_devices
 
 
 def _gap(found: Recommendation) -> str:
@@ -225,7 +251,7 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     name = this if found.action != "keep" else "what runs now" if of is found.best else "the best plan"
     name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up else name
     scheduler = ", with xgpt's scheduler" if of.needs_xgpt else ""
-    name = f"{of.name} ({of.settings}){scheduler}" if of is found.steady else name
+    name = f"{of.name} ({PLACED.sub('', of.settings)}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
     # of what runs, nobody asks; of the plan to run, the answer says what is not verified
     unsaid = "" if set(of.unverified) <= set(found.best.unverified) else " (not verified)"
@@ -265,7 +291,8 @@ def _answer(found: Recommendation, *, is_brief: bool) -> Iterator[str]:
         yield f"Keep what runs now, {what}: {why}."
         return
     start = "Run " + found.model + ":" if found.action == "run" else "Change to"
-    why = "" if is_brief and best.at_load is not None and not best.at_load.holds else why
+    lost = [each for each in (best, found.now) if each is not None and each.at_load and not each.at_load.holds]
+    why = "" if is_brief and lost else why  # the first sentences have said so
     joint = ": " if why else ". " if best.unverified else ""
     if best.unverified:
         why += f"{'; m' if why else 'M'}easure first: measurements do not verify {' and '.join(best.unverified)}"
@@ -327,7 +354,7 @@ def session_lines(found: SessionEstimate, wanted: float) -> Iterator[tuple[int, 
         yield 5, f"Route turns by {best}: sessions then wait {'; '.join(said)}."
 
 
-def _runner_up(found: Recommendation, offer: Offer) -> str:
+def _runner_up(found: Recommendation, offer: Offer, *, is_brief: bool) -> str:
     start, first = "Next best", found.rejected or found.best
     more = tuple(what for what in offer.unverified if what not in first.unverified)
     if first.unverified and not offer.unverified:
@@ -341,7 +368,12 @@ def _runner_up(found: Recommendation, offer: Offer) -> str:
     if offer.num_devices != found.best.num_devices:
         offer = offer.but(cluster=offer.cluster or next((each.name for each in found.clusters if not each.why_not), ""))
     text = f"{start}: {_in_short(offer, found.best)}".removesuffix(":")
-    if gain is not None and gain.factor is not None and (load is None or load.holds or load.share_kept is None):
+    if (
+        not is_brief
+        and gain is not None
+        and gain.factor is not None
+        and (load is None or load.holds or load.share_kept is None)
+    ):
         text += f", {gain.factor.value:.2f} times yours"
     return f"{text}{_beside_load(load, found.bounds)}."
 
@@ -369,6 +401,7 @@ def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...]) -> str:
 
 FEW = "too few"
 REPLICAS = re.compile(r"\d+ replicas")
+PLACED = re.compile(r", (\d+ x )?\[.*$")
 
 
 def _not_verified(unverified: tuple[str, ...]) -> str:
@@ -408,7 +441,7 @@ def _cluster(each: OfferedCluster) -> str:
 
 def _cost(each: OfferedCluster) -> str:
     cost = "too few or too slow" if each.cost_per_hour is None else f"{each.cost_per_hour:.4g} an hour"
-    return f"{each.name} {cost}"
+    return f"{each.name} {cost}{' (less surely)' if each.why_not == LESS_SURE else ''}"
 
 
 def decision_lines(decision: Decision, then: Offer | None = None, width: int = WIDTH) -> list[str]:

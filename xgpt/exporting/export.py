@@ -234,8 +234,8 @@ def missing(exported: Exported, directory: str) -> list[str]:
         ran = subprocess.run(need.probe, cwd=directory, capture_output=True, text=True, check=False, timeout=60)
         if ran.returncode:
             said = ran.stderr.strip().splitlines()
-            why = "" if not said or "NotFound" in said[-1] else f" ({said[-1][:120]})"
-            lines.append(f"{need.what}: missing{why}; {need.remedy}")
+            is_known = not said or "NotFound" in said[-1]
+            lines.append(f"{need.what}: {'missing' if is_known else f'not known ({said[-1][:120]})'}; {need.remedy}")
     return lines
 
 

@@ -10,6 +10,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.numbers import rounded_down
 from xscheduler.problem import Problem
 
+LESS_SURE = "less sure than wanted"
 MOST_GUESSES = 3
 """Number of guesses of the smallest number before bisection."""
 
@@ -124,9 +125,6 @@ def cheapest(problems: Sequence[Problem], judges: Sequence[Judge], wanted: float
         cost = price * fewest.number
         ranked.append((int(unsure), cost, ClusterChoice(problem, fewest, cost, "costs more")))
     ranked.sort(key=lambda each: each[:2])
-    choices = [
-        replace(choice, why_not="less sure than wanted") if ranked[0][0] < rank == 1 else choice
-        for rank, _, choice in ranked
-    ]
+    choices = [replace(choice, why_not=LESS_SURE) if ranked[0][0] < rank == 1 else choice for rank, _, choice in ranked]
     first, *others = choices
     return choices if first.fewest is None else [replace(first, why_not=""), *others]

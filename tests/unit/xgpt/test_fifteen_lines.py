@@ -183,3 +183,19 @@ def test_what_is_held_less_surely_than_wanted_says_what_is_surer_before_what_is_
         is_next_said = "Next best: " in text and found.rejected is None
         assert not is_next_said or ("Devices searched" in text and "check URL --plan plan.json" in text), text
     assert any("Next best" in " ".join(words.lines(found, most=19)) for found in unsure)
+
+
+def test_what_takes_one_line_is_said_where_one_line_is_left() -> None:
+    """An answer of fourteen lines left out the verified plan beside a pipeline, and how many devices would do."""
+    for found in answers():
+        said = words.told(found, explained=False)
+        text, would = " ".join(" ".join(said).split()), words._would_hold(found)
+        if len(said) < 15 and found.best.at_load is UNSURE and would:
+            assert would.replace(" would", " would hold it", 1) in text, text
+
+
+def test_more_devices_for_sureness_alone_come_with_the_measurement_that_may_spare_them() -> None:
+    """Two devices that held a load in 7 of 10 cases were to become eight, and nothing said to check first."""
+    now = offer(UNSURE).but(num_devices=2)
+    found = ANSWER.but(action="change", now=now, best=offer(HELD), why="both hold your load, this plan more surely")
+    assert "check URL --plan plan.json" in " ".join(words.told(found, explained=False))

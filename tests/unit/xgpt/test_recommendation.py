@@ -211,6 +211,10 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
     text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
     assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
+    several = orca.but(name="orca, 4 replicas of TP1", settings="max_batch 8, 4 x [1 1]", num_devices=8)
+    nine = found.but(steady=several, would_hold_of="steady", would_hold=18, would_hold_replicas=9)
+    text = " ".join(" ".join(lines(nine, most=None)).split())
+    assert "as orca, 9 replicas of TP1 (max_batch 8), with" in text, "its brackets had the four of the plan"
 
 
 def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recommendation) -> None:
@@ -242,7 +246,7 @@ def test_how_near_the_best_possible_a_plan_is_stands_where_it_takes_no_line(smal
     long = {"limit_per_s": 10.0, "limit_gap": 0.2, "warnings": ("a warning. " * 60,)}
     found = small.but(best=small.best.but(simulated_s=None), **long)
     assert "Within 20.0% of optimal" in " ".join(lines(found, most=None)), "a line of its own, where there is room"
-    short = lines(found, most=13)
+    short = lines(found, most=len(lines(found.but(limit_per_s=None, measurement=None), most=13)))
     text = " ".join(" ".join(short).split())
     assert re.search(r"Keeps latency within 8 s .* up to \S+ requests/s \(likely .*\), within 20.0% of optimal\.", text)
     assert "Within" not in text and max(map(len, short)) <= 80

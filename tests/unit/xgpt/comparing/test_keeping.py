@@ -161,7 +161,7 @@ def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: py
     searched = list[tuple[str, int]]()
 
     class Load:
-        rate_per_s = 8.0
+        rate_per_s, window = 8.0, ""
         confidence = staticmethod(lambda draft, _: draft.sure)
         kept = staticmethod(lambda *_: None)
 

@@ -500,6 +500,10 @@ def test_the_command_prints_steps_and_checks_what_must_exist(tmp_path: Path, mon
     lacks = CliRunner().invoke(cli, [*asked, "--check"])
     assert "  secret xgpt-llama-3-1-8b-keys: missing; kubectl" in lacks.stdout and lacks.exception is not None
     assert "next" not in lacks.stdout, "each remedy on its line, and no next step before them"
+    (tmp_path / "kubectl").write_text("#!/bin/sh\necho 'connection refused' >&2; exit 1\n")
+    unknown = CliRunner().invoke(cli, [*asked, "--check"]).stdout
+    assert "keys: not known (connection refused); kubectl" in unknown, "nobody looked, so it is not missing"
+    (tmp_path / "kubectl").write_text("#!/bin/sh\n")
     (tmp_path / "all").touch()
     checked = CliRunner().invoke(cli, [*asked, "--check"])
     assert checked.exit_code == 0 and secret not in checked.output and "kubectl apply -k ." in checked.output
