@@ -132,13 +132,17 @@ class RayNodes:
 
     def kill(self, victim: str) -> None:
         """Kill a process of Ray, and start its node again."""
-        node = self._head if victim == "head" else self._second
-        children = {program_of(pid): pid for pid in children_of(node.pid)}
+        node, program = (self._head, "gcs_server") if victim == "head" else (self._second, "raylet")
+        end_s = time.monotonic() + 60
+        while program not in (children := {program_of(pid): pid for pid in children_of(node.pid)}):
+            if time.monotonic() > end_s:  # a node that was started again takes some seconds
+                raise RuntimeError(f"the Ray node {node.pid} (exit code {node.poll()}) has no {program}")
+            time.sleep(0.2)
         if victim == "actor":
             actors = [pid for pid in children_of(children["raylet"]) if b"Machine" in title_of(pid)]
             os.kill(actors[0], signal.SIGKILL)
             return
-        os.kill(children["gcs_server" if victim == "head" else "raylet"], signal.SIGKILL)
+        os.kill(children[program], signal.SIGKILL)
         end(node, children)
         if victim == "head":
             end(self._second, {program_of(pid): pid for pid in children_of(self._second.pid)})

@@ -365,6 +365,7 @@ def capacity(
     *,
     edges: bool = True,
     least_share: float = LEAST_SHARE,
+    precision: float = PRECISION,
 ) -> Capacity | None:
     """Return the highest arrival rate at which a plan keeps its bounds in simulation (see `CapacitySearch`)."""
     if not plan.constraint.bounds_latency:
@@ -372,7 +373,9 @@ def capacity(
     if plan.workload.sessions is not None:
         trial = SessionTrial(plan, profile)
         return session_capacity(trial, trial.highest(predicted and predicted / trial.turns))[0]
-    return CapacitySearch(plan, profile, predicted, least_share=least_share).found(edges=edges)
+    search = CapacitySearch(plan, profile, predicted, least_share=least_share)
+    search.precision = precision
+    return search.found(edges=edges)
 
 
 def sustains(plan: PlanDraft, profile: Profile, rate: float) -> bool:

@@ -18,6 +18,7 @@ from xscheduler.expression import maximised
 from xscheduler.found import Found
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
 from xsimulator.session_rate import SessionTrial, per_session, session_capacity
@@ -62,7 +63,8 @@ def with_capacity(
     if plan.workload.sessions is not None and plan.constraint.bounds_latency:
         trial = SessionTrial(plan, profile)
         return in_sessions(trial, trial.highest(predicted and predicted / trial.turns))
-    return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))
+    found = capacity(plan, profile, predicted, edges=edges, precision=TOLERANCES.rate)  # that of the best plan
+    return plan.with_estimate(capacity=found)
 
 
 ROUTES: tuple[Route, ...] = ("session", "prefix", "load")
