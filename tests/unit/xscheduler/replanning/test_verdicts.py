@@ -205,13 +205,13 @@ def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smal
 ) -> None:
     """With the best plan of a slightly tighter bound as the running one: it gains some, and less than 5%."""
     monkeypatch.setattr("xsimulator.capacity.LASTING_REQUESTS", 2000)  # with others' requests, it gains less
-    subject, kept = OF, observed(1.0, 1.0)
-    tighter = subject.under(Constraint(latency_bound_s=7.0, objective="arrivals"))
+    subject, kept = OF, observed(1.0, 1.01)
+    tighter = subject.under(Constraint(latency_bound_s=6.8, objective="arrivals"))
     plan = next(iter(plan_each(tighter, "chunked").values()))
     plan = plan.model_copy(update={"constraint": running().constraint})
     before, _ = propose(plan, subject.profile, kept)
     after, _ = propose(plan, subject.profile, kept.model_copy(update={"goodput": 0.9}))
-    assert before.running.keeps_bound and 0.01 < before.gain < 0.05 and before.action == "keep"
+    assert before.running.keeps_bound and 0.02 < before.gain < 0.05 and before.action == "keep"
     assert after.running.keeps_bound is False and after.action == "swap"
     assert after.reason.startswith("90.0% of recent requests kept their bounds, but 99.0% should")
 
