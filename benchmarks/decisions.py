@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 from collections import Counter
+from math import floor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
     if all(holds):
         ours, theirs = (None if o.at_load is None else o.at_load.confidence for o in (told.now, first))
         is_surer = ours is not None and theirs is not None and ours < WANTED <= theirs
-        right = "change" if first.num_devices < told.now.num_devices or is_surer else "keep"
+        is_as_sure = None in (ours, theirs) or theirs >= min(WANTED, floor(10 * ours) / 10)
+        right = "change" if (first.num_devices < told.now.num_devices and is_as_sure) or is_surer else "keep"
     if not any(holds) and abs(shares[1] - shares[0]) > CLEAR + EDGE:
         right = "change" if shares[1] > shares[0] else "keep"
     if right is not None and told.action != right:
