@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, inf
+from math import ceil, floor, inf, log10
 from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
@@ -208,9 +208,15 @@ def _alone(load: CarriedLoad, *plans: tuple[Plan, Profile]) -> float | None:
 
 
 def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept, ...]:
-    bounds = {name: value for name, value in nearest.items() if value is not None}
+    # what is printed, with three digits, must be kept
+    bounds = {name: _rounded_up(value) for name, value in nearest.items() if value is not None}
     loose = plan.constraint.but(**bounds)
     return _bounds(loose, (None,) * 5) if bounds else ()
+
+
+def _rounded_up(value: float, digits: int = 3) -> float:
+    step = 10.0 ** (floor(log10(value)) + 1 - digits)
+    return float(f"{step * ceil(value / step - 1e-9):.{digits}g}")
 
 
 def _cluster(choice: ClusterChoice) -> OfferedCluster:

@@ -118,7 +118,8 @@ def _sentences(
         lasts = "" if best.simulated_s is None or is_replayed else f", over {span(best.simulated_s)} of arrivals"
         rate = in_words(best.rate_per_s, "requests/s")
         up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else " at no rate"
-        yield (SPARED if lost else NEEDED), f"Keeps {bounds_in_words(found.bounds)}{up_to}."
+        if best.rate_per_s.value or not (lost and is_replayed):  # another plan may keep them, but less of the log
+            yield (SPARED if lost else NEEDED), f"Keeps {bounds_in_words(found.bounds)}{up_to}."
     elif not found.bounds:
         yield NEEDED, f"Serves up to {in_words(best.rate_per_s, 'requests/s')}; no bound is given."
     if load is not None:

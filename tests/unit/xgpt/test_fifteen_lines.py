@@ -199,3 +199,11 @@ def test_more_devices_for_sureness_alone_come_with_the_measurement_that_may_spar
     now = offer(UNSURE).but(num_devices=2)
     found = ANSWER.but(action="change", now=now, best=offer(HELD), why="both hold your load, this plan more surely")
     assert "check URL --plan plan.json" in " ".join(words.told(found, explained=False))
+
+
+def test_the_plan_that_keeps_most_of_a_log_is_not_said_to_keep_the_bounds_at_no_rate() -> None:
+    """Bounds that could be kept, by a plan that keeps less of the log, were asked for and kept "at no rate"."""
+    found = ANSWER.but(best=offer(LOST).but(rate_per_s=Ranged(value=0.0)))
+    assert "at no rate" not in " ".join(words.lines(found, most=None))
+    alone = ANSWER.but(best=offer(None).but(rate_per_s=Ranged(value=0.0)))
+    assert "for 90% of requests at no rate." in " ".join(words.lines(alone, 1000, most=None))
