@@ -141,13 +141,13 @@ def _sentences(
         if waiting is not None:
             text += f", and {percent(waiting.quantile)} of sessions wait at most {seconds(now.wait_s)} in all"
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
-    if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
-        by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
-        yield (5 if by_share else SPARED), f"{gain_in_words(found)}."
     is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
         what = "Devices searched (best plan of each)" if keeps else "Devices searched"
         yield 8 if is_unsure else 7, f"{what}: {_sizes(found.sizes)}."
+    if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
+        by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
+        yield (5 if by_share else SPARED), f"{gain_in_words(found)}."
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
     elif is_unsure:

@@ -380,7 +380,7 @@ class Plan(PlanDraft):
     search: SearchCertificate
     """How the plan was found, and the proven gap to the optimum."""
     recommendation: Recommendation | None = Field(default=None, exclude_if=lambda given: given is None)
-    """What the user was told about the plan. None means a plan that no `xgpt plan` or `xgpt compare` wrote."""
+    """What the user was told about the plan. None means a plan that was not recommended, such as what runs now."""
 
     @property
     def ceiling(self) -> Ceiling:
