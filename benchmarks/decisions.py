@@ -101,7 +101,7 @@ def check(found: Compared, case: Case) -> tuple[str, str]:
     assert found.current is not None and told.now is not None
     first = told.rejected if told.action == "keep" else told.best
     assert first is not None
-    quantile, load = found.best.constraint.quantile, load_of(case.asked["workload"], NO_GROWTH)
+    quantile, load = found.best.constraint.quantile, load_of(case.asked["workload"], NO_GROWTH, found.best.model)
     assert load is not None
     wrong, holds, shares = [], [], []
     for name, offer, plan in (("now", told.now, found.current), ("plan", first, found.best)):

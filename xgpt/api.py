@@ -342,8 +342,7 @@ def simulate(
             cannot be combined.
     """
     from xgpt.core.load import LogLoad
-    from xgpt.core.traces import read_lengths
-    from xgpt.resolve import workload_of
+    from xgpt.resolve import log_for, workload_of
     from xgpt.sessions import sessions_of, simulate_sessions
     from xprofiler.store import profile_of
     from xsimulator.replay import simulate_log
@@ -386,7 +385,7 @@ def simulate(
         if request.workload is None or not named or arrivals is not None:
             raise InputError("own_times", True, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
         lengths = workload_of(request.workload, plan.model, request.growth)
-        log = read_lengths(Path(str(request.workload)))
+        log = log_for(Path(str(request.workload)), plan.model, request.growth)
         load = LogLoad.of(lengths.name, log, request.growth).part(request.since_s)
         return simulate_log(plan, profile, lengths, load, num_requests, keep_steps=keep_steps, rule=rule)
     return run_simulation(
@@ -455,8 +454,8 @@ def replan(
         MachineError: the server does not answer, or has seen too few requests.
     """
     from xgpt.core.load import LogLoad
-    from xgpt.core.traces import read_lengths
     from xgpt.deciding.again import replan_for
+    from xgpt.resolve import log_for
     from xprofiler.store import profile_of
     from xscheduler.replanning.judge import Terms
     from xscheduler.replanning.replanner import Replanned, observe_server, propose
@@ -466,7 +465,8 @@ def replan(
     if request.lengths.startswith(("http://", "https://")):
         running, observation = observe_server(running, request.lengths)
     else:
-        log = LogLoad.of(Path(request.lengths).stem, read_lengths(Path(request.lengths), "lengths"), request.growth)
+        path_of = Path(request.lengths)
+        log = LogLoad.of(path_of.stem, log_for(path_of, running.model, request.growth, "lengths"), request.growth)
     if request.replan_policies == "all":
         running = running.deployed(pinned=Pinned())
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)

@@ -20,8 +20,8 @@ from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile
 from xgpt.core.schema.workload import SessionSpec
 from xgpt.core.sessions import law_of, workload_of_law
 from xgpt.core.trace_turns import continued
-from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
-from xgpt.core.workload import TraceLengths, check_context, histogram, within_context
+from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name, workload_of_log
+from xgpt.core.workload import TraceLengths, fitting, histogram
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
@@ -210,28 +210,33 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None, growth: Growth = NO_GROWTH) -> Workload:
     """Return the workload that a name, a file or an object gives, with its outputs grown. With `spec`, check that it
-    fits into the model's context. Of a log, each request must, and the longest lengths are shortened as in
+    fits into the model's context. Of a log, it has what `log_for` has, and the longest lengths are shortened as in
     `within_context`.
     """
+    path = find_config("workloads", given) if isinstance(given, str) else None
+    if spec is not None and path is not None and not spec.is_encoder_decoder and has_requests(path):
+        return fitting(growth.workload(workload_of_log(trace_name(path), log_for(path, spec, growth))), spec)
     workload = growth.workload(load_workload(given) if isinstance(given, str) else given)
-    if spec is None:
-        return workload
-    trace = load_trace(given) if isinstance(given, str) and not spec.is_encoder_decoder else None
-    if trace is None:
+    if spec is not None:
         _check_context(workload, spec)
-        return workload
-    check_context(growth._replace(rate=1.0).trace(trace), workload.name, spec.max_context)
-    return within_context(workload, spec.max_context)
+    return workload
 
 
-def load_of(given: object, growth: Growth = NO_GROWTH) -> LogLoad | None:
+def load_of(given: object, growth: Growth, spec: ModelSpec) -> LogLoad | None:
     """Return the load of a log, by name or file, or None if the workload is not a log of single requests."""
     path = find_config("workloads", given) if isinstance(given, str) else None
     if path is None or not has_requests(path):
         if growth.rate != 1:
             raise InputError("rate", f"x{growth.rate:g}", "it needs a log with times as the workload")
         return None
-    return LogLoad.of(trace_name(path), read_lengths(path), growth)
+    return LogLoad.of(trace_name(path), log_for(path, spec, growth), growth)
+
+
+def log_for(path: Path, spec: ModelSpec, growth: Growth = NO_GROWTH, field: str = "workload") -> TraceLengths:
+    """Return the requests of a log that a model's context can hold once their outputs have grown, as `fits` tells.
+    Those of an encoder-decoder, which holds inputs and outputs apart, are all returned.
+    """
+    return read_lengths(path, field, None if spec.is_encoder_decoder else spec.max_context, growth.outputs)
 
 
 def in_sessions(name: str) -> Workload:
@@ -252,9 +257,11 @@ def _law(path: Path) -> Workload | None:
     return workload_of_law(spec.name, spec.sessions)
 
 
-def load_trace(name: str) -> TraceLengths | None:
+def load_trace(name: str, spec: ModelSpec | None = None) -> TraceLengths | None:
     path = find_config("workloads", name)
-    return read_lengths(path) if has_requests(path) else None
+    if not has_requests(path):
+        return None
+    return read_lengths(path) if spec is None else log_for(path, spec)
 
 
 def load_sessions(name: str) -> TraceLengths | None:

@@ -149,7 +149,7 @@ def sought(request: PlanRequest, progress: Progress | None = None) -> Planned:
     """Return the plans for a request as `solve` does. If no schedule keeps the constraint, return those that keep most
     of the load, with the refusal, if there is a load.
     """
-    started, log = time.perf_counter(), load_of(request.workload, request.growth)
+    started, log = time.perf_counter(), load_of(request.workload, request.growth, model_of(request)[0])
     trace, load = None if log is None else log.requests, carried(log, request.arrival_rate_per_s)
     if (turns := turns_in(request)) is not None:  # a log is then replayed in sessions, and a stated rate is theirs
         rate = request.arrival_rate_per_s
@@ -469,6 +469,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         MachineError: this machine cannot be measured.
     """
     model = model_of(as_plan_request(request, objective="arrivals"))[0]
+    day = day.within(model)
     intervals = cut(day, request.interval_s, model)
     among: Mapping[str, float | None] = request.among or {}
     if among and "cluster" in request.model_fields_set:
@@ -499,10 +500,11 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
 
 
 def follow_day(fleet: FleetPlan, trace: Path) -> FollowedFleet:
-    day = read_day(trace)
+    spec = fleet.kinds[0].plan.model
+    day = read_day(trace).within(spec)
     model = FleetModel(
         day,
-        cut(day, fleet.interval_s, fleet.kinds[0].plan.model),
+        cut(day, fleet.interval_s, spec),
         tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds),
     )
     has_schedule, later_s = Scaling(fleet).has_schedule, 0.0

@@ -159,7 +159,7 @@ def run_simulation(
     if clients is not None:
         return _closed_loop(plan, profile, lengths, num_requests, clients, rng, rule)
     spans: list[Span] = []
-    own_trace = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
+    own_trace = load_trace(workload, plan.model) if isinstance(workload, str) and plan.shares_prompts else None
     if own_trace is not None and own_trace.prefixes is not None:
         requests = _first_of(own_trace, plan, num_requests, rng, arrivals)
     else:

@@ -14,9 +14,10 @@ from tests.planned import num_params
 from xgpt.core import machine
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import config_names, configs_dir, load_json
+from xgpt.core.load import NO_GROWTH, Growth
 from xgpt.core.schema import ModelSpec, Profile
 from xgpt.core.workload import quantile
-from xgpt.resolve import load_cluster, load_model, load_workload, workload_of
+from xgpt.resolve import load_cluster, load_model, load_of, load_workload, workload_of
 from xprofiler import xgpt_version
 from xprofiler.store import check_belongs
 from xscheduler.fleet.day_load import cut, read_day
@@ -191,7 +192,27 @@ def test_a_log_fits_if_each_of_its_requests_does(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"^workload: 'log'.*{says}"):
         workload_of(str(path), model)
     with pytest.raises(InputError, match=f"^trace: 'log'.*{says}"):
-        cut(read_day(path), 60.0, model)
+        read_day(path).within(model)
+
+
+def test_the_few_requests_beyond_the_context_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of 298,725 requests had a day's log refused. Outputs count as long as they will have grown."""
+    path, model = tmp_path / "log.csv", spec_of("opt-125m")
+    rows = ["timestamp_s,input,output", "0,2000,100", *(f"{at},1000,600" for at in range(1, 100)), "100,100,1000"]
+    path.write_text("\n".join(rows) + "\n")
+    load = load_of(str(path), NO_GROWTH, model)
+    assert load is not None and load.requests.timestamp_s is not None
+    assert (len(load.requests.input), load.requests.timestamp_s[0]) == (100, 0.0)
+    assert "log: requests of up to 2100 tokens with their outputs exceed the model's context of 2048 (1 of 101)" in (
+        caplog.text
+    )
+    workload = workload_of(str(path), model)
+    assert (workload.input.lengths[-1], workload.output.lengths[-1]) == (1000, 1000)
+    assert len(read_day(path).within(model).requests) == 100
+    with pytest.raises(InputError, match=r"\(101 of 101\): leave them out"):
+        load_of(str(path), Growth(outputs=2.0), model)
 
 
 def test_encoder_decoder_holds_input_and_output_apart() -> None:

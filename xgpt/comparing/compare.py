@@ -183,7 +183,7 @@ def _with_current(
         request = request.but(dtype=weights, kv_dtype=kv)
         problem = resolve(request, progress)
         notes = (*notes, f"the plans are in the types that run, weights in {weights} and K/V in {kv}")
-    log = load_of(request.workload, request.growth)
+    log = load_of(request.workload, request.growth, problem.model)
     trace = None if log is None else log.requests
     as_run = _as_run(request, problem, running, progress)
     if as_run.engine != problem.engine and as_run.engine is not None:

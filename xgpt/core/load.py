@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema.workload import Histogram, Workload
-from xgpt.core.workload import TraceLengths, binned
+from xgpt.core.workload import TraceLengths, binned, grown
 
 WINDOWS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86_400.0)
 """Lengths of windows. A log has windows of the shortest length with which there are at most `MOST_WINDOWS`, and
@@ -49,16 +49,14 @@ class Growth(NamedTuple):
         if self == NO_GROWTH:
             return log
         rng = np.random.default_rng(seed)
-        output = log.output
         if self.outputs != 1:
-            output = np.maximum(1, np.round(self.outputs * output)).astype(np.int64)
-            log = log._replace(output=output, prefixes=None)
+            log = log._replace(output=grown(log.output, self.outputs), prefixes=None)
         if self.rate == 1:
             return log
-        copies = np.floor(self.rate + rng.random(len(output))).astype(np.int64)
+        copies = np.floor(self.rate + rng.random(len(log.output))).astype(np.int64)
         if not copies.any():
             copies[0] = 1
-        chosen = np.repeat(np.arange(len(output)), copies)
+        chosen = np.repeat(np.arange(len(log.output)), copies)
         found = log.take(chosen)
         if found.timestamp_s is None:
             return found

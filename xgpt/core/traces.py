@@ -24,7 +24,7 @@ from xgpt.core.trace_metrics import read_metrics
 from xgpt.core.trace_rows import Row, TraceRows, is_metrics, plain, read_rows
 from xgpt.core.trace_turns import TurnRows
 from xgpt.core.turns import FIRST
-from xgpt.core.workload import Floats, TraceLengths, binned
+from xgpt.core.workload import Floats, TraceLengths, binned, fits, grown
 
 logger = logging.getLogger(__name__)
 
@@ -58,32 +58,55 @@ def trace_name(path: Path) -> str:
 def read_workload(path: Path) -> Workload:
     if is_metrics(head_of(path, "workload")):
         return read_metrics(path, trace_name(path), "workload")
-    lengths = read_lengths(path)
-    return Workload(name=trace_name(path), input=binned(lengths.input), output=binned(lengths.output))
+    return workload_of_log(trace_name(path), read_lengths(path))
+
+
+def workload_of_log(name: str, log: TraceLengths) -> Workload:
+    return Workload(name=name, input=binned(log.input), output=binned(log.output))
 
 
 def has_requests(path: Path) -> bool:
     return is_trace(path) and not is_metrics(head_of(path, "workload"))
 
 
-def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
+def read_lengths(
+    path: Path, field: str = "workload", max_context: int | None = None, outputs: float = 1.0
+) -> TraceLengths:
     """Return the requests of a trace, in order of time if the trace has times. `trace_rows` describes the file formats.
 
-    Requests that failed, or have no input or output tokens, are left out. Times are numbers, or dates in ISO 8601 (in
-    UTC if they have no offset). The unit of numbers is taken from the column's name (such as `timestamp_ms`).
-    Otherwise, it is taken from their size if they are times since 1970, and otherwise from the file's format. Other
-    numbers are taken as seconds.
+    Requests that failed, have no input or output tokens, or do not fit (see `fits`) are left out. Times are numbers, or
+    dates in ISO 8601 (in UTC if they have no offset). The unit of numbers is taken from the column's name (such as
+    `timestamp_ms`). Otherwise, it is taken from their size if they are times since 1970, and otherwise from the file's
+    format. Other numbers are taken as seconds.
+
+    Args:
+        max_context: the context into which requests must fit with their outputs. None means that any length does.
+        outputs: factor by which the outputs will have grown.
 
     Raises:
         InputError: the file cannot be read or contains no such requests, a value is wrong (the message states its line
-            or entry), or the unit is not stated and the guess is implausible. It is implausible if the mean gap would
-            exceed `LONG_GAP_S` seconds, or if times are fractions in a format of whole milliseconds.
+            or entry), too many requests do not fit, or the unit is not stated and the guess is implausible: the mean
+            gap would exceed `LONG_GAP_S` seconds, or times are fractions in a format of whole milliseconds.
     """
     try:
         status = path.stat()
-        return _read(path, field, status.st_mtime_ns, status.st_size)
+        return _that_fit(path, field, status.st_mtime_ns, status.st_size, max_context, outputs)
     except OSError:
         return _read.__wrapped__(path, field, 0, 0)
+
+
+@lru_cache(maxsize=4)
+def _that_fit(
+    path: Path, field: str, changed_ns: int, size: int, max_context: int | None, outputs: float
+) -> TraceLengths:
+    log = _read(path, field, changed_ns, size)
+    if max_context is None:
+        return log
+    fit = fits(log.input, grown(log.output, outputs), trace_name(path), max_context, field)
+    if fit.all():
+        return log
+    left = log.take(np.flatnonzero(fit))
+    return left if left.timestamp_s is None else left.since(float(left.timestamp_s[0]))
 
 
 @lru_cache(maxsize=4)

@@ -6,6 +6,7 @@ Random numbers come from an explicit numpy Generator.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from xgpt.core.schema.workload import (
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.turns import TraceSessions
 
+logger = logging.getLogger(__name__)
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -39,6 +42,9 @@ LARGEST_CV = 100
 
 MAX_LENGTHS = 1 << 20
 """Largest number of lengths in a distribution, since a plan contains the probability of each."""
+
+MOST_LEFT_OUT = 0.01
+"""Largest share of a log's requests that may be left out since they do not fit into a model's context."""
 
 
 class TraceLengths(NamedTuple):
@@ -89,16 +95,26 @@ class TraceLengths(NamedTuple):
         return found._replace(timestamp_s=found.timestamp_s - start_s, begin_s=begin_s)
 
 
-def check_context(trace: TraceLengths, name: str, max_context: int, field: str = "workload") -> None:
-    """Check that each request fits into a context with its output."""
-    lengths = trace.input + trace.output
-    if beyond := int((lengths > max_context).sum()):
-        raise InputError(
-            field,
-            name,
-            f"requests of up to {lengths.max()} tokens with their outputs exceed the model's context of {max_context} "
-            f"({beyond:,} of {len(lengths):,}): leave them out, or give another model",
-        )
+def fits(inputs: Ints, outputs: Ints, name: str, max_context: int, field: str = "workload") -> NDArray[np.bool_]:
+    """Return which requests of a log fit into a context with their outputs. The others are logged as left out, since a
+    server refuses them. # each [requests]
+
+    Raises:
+        InputError: more than `MOST_LEFT_OUT` of the requests do not fit.
+    """
+    lengths = inputs + outputs
+    fit: NDArray[np.bool_] = lengths <= max_context
+    if beyond := len(fit) - int(fit.sum()):
+        says = f"tokens with their outputs exceed the model's context of {max_context} ({beyond:,} of {len(fit):,})"
+        says = f"requests of up to {lengths.max()} {says}"
+        if beyond > MOST_LEFT_OUT * len(fit):
+            raise InputError(field, name, f"{says}: leave them out, or give another model")
+        logger.warning("%s: %s: they are left out", name, says)
+    return fit
+
+
+def grown(output: Ints, factor: float) -> Ints:
+    return output if factor == 1 else np.maximum(1, np.round(factor * output)).astype(np.int64)
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:

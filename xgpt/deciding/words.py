@@ -143,7 +143,7 @@ def _sentences(
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
     is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
-        what = "Devices searched (best plan of each)" if keeps else "Devices searched"
+        what = "Devices (best plan on each number)" if keeps else "Devices"
         yield 8 if is_unsure else 7, f"{what}: {_sizes(found.sizes)}."
     if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing

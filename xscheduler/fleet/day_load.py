@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from xgpt.core.io import load_yaml, parse
 from xgpt.core.load import NO_GROWTH, Growth, LogLoad
 from xgpt.core.schema import Frozen, Histogram, ModelSpec, Workload
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import TraceLengths, binned, check_context, fitting, gamma_arrivals, sample
+from xgpt.core.workload import binned, fits, fitting, gamma_arrivals, sample
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 
@@ -55,6 +55,14 @@ class Day:
     requests: Requests
     seconds: float
     begin_s: float | None = None
+
+    def within(self, model: ModelSpec) -> Day:
+        """Return the day with those requests that fit into a model's context, as `fits` tells."""
+        if model.is_encoder_decoder:
+            return self
+        inputs, outputs, arrivals_s = self.requests.inputs, self.requests.outputs, self.requests.arrivals_s
+        fit = fits(inputs, outputs, self.name, model.max_context, "trace")
+        return replace(self, requests=Requests(inputs[fit], outputs[fit], arrivals_s[fit]))
 
 
 @dataclass(frozen=True)
@@ -112,9 +120,6 @@ def cut(day: Day, interval_s: float, model: ModelSpec) -> Intervals:
     Raises:
         InputError: a request does not fit into the model's context, or there are too many intervals.
     """
-    if not model.is_encoder_decoder:
-        trace = TraceLengths(day.requests.inputs, day.requests.outputs, None)
-        check_context(trace, day.name, model.max_context, "trace")
     count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:
         least = day.seconds / MOST_INTERVALS

@@ -181,7 +181,7 @@ def test_what_is_held_less_surely_than_wanted_says_what_is_surer_before_what_is_
     for found, most in product(unsure, (15, 19)):
         text = " ".join(words.lines(found, most=most))
         is_next_said = "Next best: " in text and found.rejected is None
-        assert not is_next_said or ("Devices searched" in text and "check URL --plan plan.json" in text), text
+        assert not is_next_said or ("Devices: " in text and "check URL --plan plan.json" in text), text
     assert any("Next best" in " ".join(words.lines(found, most=19)) for found in unsure)
 
 

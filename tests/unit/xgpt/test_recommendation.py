@@ -79,7 +79,7 @@ def test_one_decision_names_all_devices_and_what_runs_now(told: Recommendation) 
     assert len(said) <= 15 and max(map(len, said)) <= 80
     assert re.match(r"Yours keeps the bounds for \S+ of [\d,]+ requests", said[0])
     text = " ".join(" ".join(words.told(told, explained=True)).split())
-    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices searched: ")[1].partition(". ")[0])
+    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices: ")[1].partition(". ")[0])
     assert str(told.sizes[-1].num_devices) in numbers and " on " in text.split("of optimal")[1][:12]
     assert told.gain is not None and told.gain.then == pytest.approx(told.gain.now * told.gain.factor.value)
     first = told.rejected or told.best

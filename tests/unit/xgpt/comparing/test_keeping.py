@@ -49,7 +49,8 @@ def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp
         quantile=0.9,
         engine="vllm",
     )
-    problem, load = resolve(asked), carried(load_of(str(path), asked.growth), None)
+    problem = resolve(asked)
+    load = carried(load_of(str(path), asked.growth, problem.model), None)
     assert load is not None
     first = next(iter(found_each(problem, "orca").values()))
     first = replace(first, draft=first.draft.but(pinned=Pinned(policy="auto")))
