@@ -271,10 +271,15 @@ def _environment() -> Environment:
     loader = FileSystemLoader(configs_dir() / "templates")
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     made.filters |= {"q": _quoted, "c": _in_compose, "sh": _in_shell, "j": json.dumps, "g": "{:.6g}".format}
-    made.filters |= {"url": "http://{}".format, "visible": visible}
+    made.filters |= {"url": "http://{}".format, "visible": visible, "read_from": _read_from}
     made.globals |= {"version": __version__, "tested": TESTED_VERSION, "wheel": WHEEL, "router": ROUTER, "chart": CHART}
     made.globals |= {"torch": pinned("torch"), "spared": SPARED, "images": images(), "metrics": _metrics()}
     return made
+
+
+def _read_from(name: str, metrics: dict[str, str]) -> str:
+    """Return what an engine's metric for a bound states: of tpot, some have only the time between two tokens."""
+    return "itl" if "inter_token" in metrics[name] else name
 
 
 def _quoted(value: object) -> str:

@@ -105,6 +105,7 @@ def _own(plan: Plan, target: Target, devices: int, nodes: int) -> NodeGroup:
     if target != "shell":
         words += ["--host", "0.0.0.0", "--port", str(PORT)]
         words += ["--api-key", "$(API_KEY)"] if framework == "sglang" else []
+    words += ["--enable-metrics"] if framework == "sglang" else []  # monitoring reads them; vLLM always has them
     if framework == "vllm" and (plan.engine is None or TESTED_VERSION.startswith(plan.engine.version)):
         words += ["--shutdown-timeout", str(DRAIN_S)]
     return NodeGroup("both", devices, nodes, *_meeting(words, framework, nodes, target), env)

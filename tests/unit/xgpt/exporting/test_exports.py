@@ -167,6 +167,24 @@ def test_a_plan_of_the_engine_itself_runs_on_its_own_image_on_every_target() -> 
     assert "lmsysorg/sglang:v0.5" in export(sglang, "k8s")["xgpt.yaml"]
 
 
+@pytest.mark.parametrize("target", ["shell", "compose", "k8s"])
+def test_what_monitoring_reads_is_what_the_server_is_started_with(target: Target) -> None:
+    """SGLang has /metrics only with an option. Its histogram of gaps between tokens was called TPOT."""
+    plan = by_itself()
+    plan = plan.model_copy(update={"constraint": plan.constraint.but(tpot_s=0.5)})
+    for engine, is_asked, shown, other in (("sglang", True, "ITL", "TPOT"), ("vllm", False, "TPOT", "ITL")):
+        text = "\n".join(export(plan.model_copy(update={"engine": load_engine(engine)}), target).values())
+        assert ("--enable-metrics" in text) == is_asked
+        assert f"{shown}AboveBound" in text and f"{other}AboveBound" not in text
+
+
+def test_a_remedy_is_printed_once(tmp_path: Path) -> None:
+    """Three programs come with one command, which was printed three times."""
+    (tmp_path / "plan.json").write_text(dump_json(by_itself()))
+    ran = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.json"), "--to", "shell", "-o", str(tmp_path / "out")])
+    assert ran.exit_code == 0 and ran.stdout.count("pip install -r requirements.txt") == 1
+
+
 def test_weights_of_an_id_are_fetched_once_into_a_claim() -> None:
     objects = kinds_of(by_itself())
     pod = objects["Deployment"]["spec"]["template"]["spec"]
