@@ -16,6 +16,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Speculation, Workload
 from xgpt.core.schema.plan import HUB
 from xgpt.core.sessions import turns_of
+from xgpt.deciding.commands import QUANTIZES, SPECULATES
 from xgpt.requests import PlanRequest
 from xgpt.resolve import (
     engine_of,
@@ -30,7 +31,7 @@ from xgpt.resolve import (
 )
 from xgpt.served_profile import as_served
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
-from xscheduler.problem import Problem, runs_in_vllm
+from xscheduler.problem import Problem, runs_elsewhere
 from xsimulator.lengths import Reused
 
 
@@ -65,9 +66,9 @@ def resolve(request: PlanRequest, progress: Progress | None = None, shared: int 
     if engine is not None and engine.memory_share is not None:
         device = cluster.device.but(usable_memory=engine.memory_share)
         cluster = cluster.but(device=device)
-    even = runs_in_vllm(spec, cluster, profile, engine, request.fix)
-    if even and spec.is_encoder_decoder:
-        raise InputError("engine", "vllm", f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")
+    even = runs_elsewhere(spec, cluster, profile, engine, request.fix)
+    if engine is not None and even:
+        _check_started(engine, spec, profile, speculation)
     return Problem(
         model=spec,
         checkpoint=found,
@@ -217,6 +218,20 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
         make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
         raise InputError("engine", engine.name, f"plans for this machine need measured steps: {make}")
     return engine.measured_on(cluster.device.type)
+
+
+def _check_started(engine: EngineSpec, model: ModelSpec, profile: Profile, speculation: Speculation | None) -> None:
+    name = engine.framework
+    if model.is_encoder_decoder:
+        says = f"xgpt cannot start {model.name}, an encoder-decoder, in it: use `engine=xgpt`"
+        raise InputError("engine", name, says)
+    if speculation is not None and name not in SPECULATES:
+        raise InputError(
+            "speculative", speculation.method, f"it needs {' or '.join(SPECULATES)} as `engine`, not {name}"
+        )
+    if profile.dtype == "float8" and model.quantization is None and name not in QUANTIZES:
+        says = f"{name} needs a checkpoint in float8: give one as `model`, or {' or '.join(QUANTIZES)} as `engine`"
+        raise InputError("dtype", profile.dtype, says)
 
 
 def _profile(

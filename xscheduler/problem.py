@@ -30,7 +30,8 @@ class Problem:
         engine: the engine that will run the plan. None means an engine about which only the step times are known.
         deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
             requests. None means `engine`.
-        even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
+        even: whether only placements that engines other than xgpt's can run are considered: each lane has one
+            tensor-parallel degree.
         reused: the part of prompts that is found in the K/V cache. None means no part.
     """
 
@@ -87,7 +88,7 @@ class Problem:
             plan.admission.kv,
             plan.engine,
             max_devices=plan.num_devices,
-            even=runs_in_vllm(plan.model, plan.cluster, profile, plan.engine, plan.pinned.fixed),
+            even=runs_elsewhere(plan.model, plan.cluster, profile, plan.engine, plan.pinned.fixed),
             reused=reused_by(plan, plan.workload),
             speculation=plan.speculation,
         )
@@ -113,13 +114,15 @@ class Problem:
         return replace(self, constraint=constraint)
 
 
-def runs_in_vllm(
+def runs_elsewhere(
     model: ModelSpec, cluster: ClusterSpec, profile: Profile, engine: EngineSpec | None, fixed: Mapping[str, int]
 ) -> bool:
-    """Return whether vLLM will run the plans. It does if the user names it, and by default on several machines."""
+    """Return whether another engine than xgpt's will run the plans: one that the user names or, by default on several
+    machines, vLLM.
+    """
     named = profile.engine if engine is None else engine.framework
     is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in fixed
-    return named == "vllm" or (is_default and not model.is_encoder_decoder)
+    return named not in (None, "xgpt") or (is_default and not model.is_encoder_decoder)
 
 
 def reused_by(plan: PlanDraft, workload: Workload) -> Reused | None:

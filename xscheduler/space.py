@@ -14,12 +14,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Constraint, EngineSpec, KvPromise, ModelSpec, PolicySettings, Speculation, Variable
+from xgpt.core.errors import InputError
+from xgpt.core.schema import (
+    AdmissionOrder,
+    Constraint,
+    EngineSpec,
+    KvPromise,
+    ModelSpec,
+    PolicySettings,
+    Speculation,
+    Variable,
+)
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import most_running
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
-from xsimulator.forecast import CHOICES, FORECASTS, Performance
+from xsimulator.forecast import CHOICES, FORECASTS, TUNED, Performance
 from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, RequestBlocks
@@ -40,6 +50,29 @@ def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | 
     """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
+
+
+def run_by(
+    engine: EngineSpec | None, kinds: tuple[str, ...], policy: str, order: AdmissionOrder | None = None
+) -> tuple[str, ...]:
+    """Return the policies in `kinds` that the engine can run, by its own scheduler or xgpt's.
+
+    Args:
+        policy: the choice that includes `kinds`.
+
+    Raises:
+        InputError: it runs none of them, or not in this order.
+    """
+    if engine is None or engine.takes_ours:
+        return kinds
+    found = tuple(kind for kind in kinds if engine.runs(kind))
+    runs = f"{engine.framework} runs only chunked in order of arrival: give"
+    other = "or `engine=vllm`, where xgpt's scheduler runs"
+    if policy in TUNED or not found:
+        raise InputError("policy", policy, f"{runs} `policy=chunked`, {other}")
+    if order not in (None, "fcfs"):
+        raise InputError("order", order, f"{runs} `order=fcfs`, {other}")
+    return found
 
 
 POINTS_AT_ONCE = 20_000

@@ -194,6 +194,31 @@ intra_node: {bandwidth_bytes_per_s: 448.0e+9, latency_s: 5.0e-6}
 """
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            "sglang --policy orca",
+            "--policy: 'orca' is not accepted; sglang runs only chunked in order of arrival: give",
+        ),
+        ("sglang --policy exegpt", "--policy: 'exegpt' is not accepted; sglang runs only chunked"),
+        ("sglang --policy slack", "--policy: 'slack' is not accepted; sglang runs only chunked"),
+        ("sglang --order in-time", "--order: 'in-time' is not accepted; sglang runs only chunked"),
+        ("trtllm --dtype float8", "--dtype: 'float8' is not accepted; trtllm needs a checkpoint in float8"),
+        (
+            "trtllm --speculative ngram --acceptance 0.7",
+            "--speculative: 'ngram' is not accepted; it needs vllm or sglang",
+        ),
+    ],
+)
+def test_what_the_named_engine_cannot_run_is_refused(xgpt: Xgpt, asked: str, said: str) -> None:
+    """The plan was priced in SGLang, and its command was `xgpt serve`, which starts another engine."""
+    line = xgpt.fails(
+        2, "plan", *PROBLEM, "--ttft", "3", "--latency-bound", "inf", "--tpot", "1", "--engine", *asked.split()
+    )
+    assert said in line and "\n" not in line.strip()
+
+
 def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     """Without a link to the host waa is left out, or refused by name; that an A40's efficiencies count is said."""
     write("mine.yaml", CUSTOM)

@@ -76,7 +76,7 @@ def summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.ranges_in_words(best)
     beside = {} if planned.beside is None else {name_of(planned.beside): planned.beside}
     yield render.plans_table({**planned.plans, **beside})
-    yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
+    yield from plan_text.missing_in_words(planned.request.policy, problem, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
     if planned.fewest is not None and (why := planned.fewest.why_not_fewer):
         yield why

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
-from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS
+from xgpt.core.schema.plan import SPECULATIVE_POLICIES
+from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS, PolicyChoice
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
+from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.sessions import KINDS as IN_SESSIONS
+from xscheduler.problem import Problem
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 
@@ -260,34 +263,41 @@ def headroom_in_words(plan: Plan) -> list[str]:
     ]
 
 
-def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
+def missing_in_words(policy: PolicyChoice, problem: Problem, plans: dict[str, Plan]) -> list[str]:
     """Return lines on the policies without a plan, and on those whose latency was not simulated."""
     kinds = POLICY_GROUPS.get(policy, (policy,))
     either = POLICY_GROUPS["waa"] if "waa" in plans else ()
-    missing = [kind for kind in kinds if kind not in plans and kind not in either]
     lines = []
     if either and set(either) <= set(kinds):
         lines.append("waa: waa-c and waa-m divide these devices in the same way")
-    if any(plan.workload.sessions is not None for plan in plans.values()):
-        apart = [kind for kind in missing if kind not in IN_SESSIONS]
-        missing = [kind for kind in missing if kind not in apart]
-        lines += [f"sessions are not planned under {', '.join(apart)}"] if apart else []
-    if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
-        missing.remove("chunked")
-        lines.append(f"no plan of chunked: {UNCUT}")
-    split = [kind for kind in missing if kind in POLICY_GROUPS["waa"]]
-    if split and all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
-        missing = [kind for kind in missing if kind not in POLICY_GROUPS["waa"]]
-        lines.append("no plan of waa: the cluster has no `host`, the link over which waa sends K/V")
-    if split and all(plan.cluster.num_devices == 1 for plan in plans.values()):
-        missing = [kind for kind in missing if kind not in split]
-        lines.append(f"these policies need several devices: {', '.join(split)}")
-    if missing:
-        lines.append(f"these policies have no plan that keeps the bounds: {', '.join(missing)}")
+    missing: dict[str, list[str]] = {}
+    for kind in kinds:
+        if kind not in plans and kind not in either:
+            missing.setdefault(_why_missing(kind, policy, problem), []).append(kind)
+    lines += [reason.format(", ".join(found)) for reason, found in missing.items()]
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
     if closed:
         lines.append(f"these policies serve less, so their latency was not simulated: {', '.join(closed)}")
     return lines
+
+
+def _why_missing(kind: str, policy: PolicyChoice, problem: Problem) -> str:
+    engine, speculation, in_waa = problem.engine, problem.speculation, kind in POLICY_GROUPS["waa"]
+    if engine is not None and not (engine.takes_ours or engine.runs(kind)):
+        return f"{engine.framework} does not run {{}}"
+    if problem.workload.sessions is not None and kind not in IN_SESSIONS:
+        return "sessions are not planned under {}"
+    if kind == "chunked" and problem.model.is_encoder_decoder:
+        return f"no plan of {{}}: {UNCUT}"
+    if in_waa and (problem.max_devices or problem.cluster.num_devices) == 1:
+        return "these policies need several devices: {}"
+    if in_waa and problem.cluster.host is None:
+        return "no plan of waa: the cluster has no `host`, the link over which waa sends K/V"
+    if speculation is not None and kind not in SPECULATIVE_POLICIES:
+        return "not searched, since drafts need other policies: {}"
+    if kind not in kinds_of(problem, policy):
+        return "not searched" + (", since a fixed setting is not theirs: {}" if problem.fixed else ": {}")
+    return "these policies have no plan that keeps the bounds: {}"
 
 
 def reuse_in_words(plan: Plan) -> list[str]:

@@ -21,7 +21,7 @@ from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
-from xscheduler.space import UNCUT, runnable
+from xscheduler.space import UNCUT, run_by, runnable
 from xscheduler.tolerances import TOLERANCES
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.counts.counted_run import is_counted
@@ -68,7 +68,7 @@ def found_each(
             raise InputError("fix", f"{name}={problem.fixed[name]}", "it needs `order=das`")
     if (percent := problem.fixed.get("eta_percent", 50)) >= 100:
         raise InputError("fix", f"eta_percent={percent}", "it must be from 1 to 99")
-    kinds = kinds_of(problem, policy)
+    kinds = kinds_of(problem, policy, order)
     # If any plan sustains the requested rate, the plan with the highest rate does.
     if problem.constraint.arrival_rate_per_s is not None:
         problem = problem.under(problem.constraint.but(objective="arrivals"))
@@ -195,14 +195,14 @@ def _distinct(plans: dict[str, Found]) -> dict[str, Found]:
     return {"waa" if kind == both[0] else kind: plan for kind, plan in plans.items() if kind != both[1]}
 
 
-def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """Return the policies that a choice includes. For a tuned policy, this is the policy from which tuning begins."""
+def kinds_of(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None = None) -> tuple[str, ...]:
+    """Return the policies that a choice includes and the engine runs. For a tuned policy, this is the policy from which
+    tuning begins.
+    """
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # vLLM frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
-    engine = problem.engine
-    if policy == "auto" and engine is not None and engine.framework != "vllm":  # only vLLM takes xgpt's scheduler
-        kinds = tuple(kind for kind in kinds if engine.runs(kind))
+    kinds = run_by(problem.engine, kinds, policy, order)
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
     if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):

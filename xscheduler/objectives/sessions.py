@@ -39,6 +39,7 @@ from xscheduler.objectives.capacities import in_sessions
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.space import run_by
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths, Reused, reused_of
 from xsimulator.session_rate import PRECISION, SessionTrial
@@ -77,7 +78,7 @@ def _kinds(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None)
     if problem.model.is_encoder_decoder or any(kind.recurrent is not None for kind in problem.model.kinds):
         says = f"engines keep no K/V of prompts for {problem.model.name}: plan its requests with another workload"
         raise InputError("workload", problem.workload.name, says)
-    return KINDS if policy == "auto" else (policy,)
+    return run_by(problem.engine, KINDS if policy == "auto" else (policy,), policy)
 
 
 @dataclass(frozen=True)

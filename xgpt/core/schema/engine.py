@@ -151,6 +151,11 @@ class EngineSpec(Frozen):
         return self.framework != "xgpt" and self.scheduler == "own"
 
     @property
+    def takes_ours(self) -> bool:
+        """Whether xgpt's scheduler can run in the engine. Only vLLM accepts such a class."""
+        return self.framework in ("xgpt", "vllm")
+
+    @property
     def with_xgpt(self) -> EngineSpec:
         """The engine with xgpt's scheduler class, which schedules a step only after the previous step has ended."""
         if self.scheduler == "xgpt":
@@ -180,10 +185,8 @@ class EngineSpec(Frozen):
         return kind == "chunked" or "xgpt" in (self.framework, self.scheduler)
 
     def started_for(self, kind: str) -> EngineSpec:
-        """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy.
-        Only vLLM accepts such a class.
-        """
-        return self if self.framework != "vllm" or self.runs(kind) else self.with_xgpt
+        """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy."""
+        return self if self.runs(kind) or not self.takes_ours else self.with_xgpt
 
     def request_path_s(self, prompt: float) -> float:
         """Return the part of a request's TTFT, in seconds, that is neither waiting nor steps. The engine runs other

@@ -10,12 +10,15 @@ import pytest
 from tests.rings import few
 from xgpt import api
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Capacity, Ceiling, Workload
+from xgpt.core.schema import Capacity, Ceiling, Constraint, Workload
 from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import missing_in_words
 from xgpt.requests import plan_request
+from xgpt.resolve import load_engine
+from xscheduler.objectives import sessions
 from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.capacities import predicted_rate
 from xscheduler.schedule import scheduler
 from xsimulator.capacity import CapacitySearch
@@ -77,9 +80,38 @@ def test_two_devices_can_be_divided_in_one_way():
     (by_memory,) = plans_of(cluster="a40x8", policy="waa-m", devices=2).values()
     assert (by_compute.policy.allocation, by_memory.policy.allocation) == ("compute", "memory")
     assert by_compute.estimate.throughput_rps == by_memory.estimate.throughput_rps
-    plans = plans_of(cluster="a40x8", policy="waa", devices=2)
-    assert list(plans) == ["waa"]
-    assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices in the same way"]
+    planned = api.solve(**SUBJECT, cluster="a40x8", policy="waa", devices=2)
+    assert list(planned.plans) == ["waa"]
+    assert missing_in_words("waa", planned.problem, planned.plans) == [
+        "waa: waa-c and waa-m divide these devices in the same way"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"engine": "sglang"}, "sglang does not run rra, orca, static, waa-c, waa-m"),
+        ({"fix": {"token_budget": 512}}, "not searched, since a fixed setting is not theirs: rra, orca, static"),
+        (
+            {"engine": "vllm", "speculative": "ngram", "acceptance": 0.7},
+            "not searched, since drafts need other policies: rra, static",
+        ),
+    ],
+)
+def test_a_policy_that_was_not_searched_is_not_said_to_have_no_plan(asked, said):
+    """`plan --policy orca` had one that keeps the bounds."""
+    many = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 20}
+    problem = resolve(plan_request(**many, **asked))
+    given = SimpleNamespace(constraint=problem.constraint)
+    lines = missing_in_words("auto", problem, dict.fromkeys(kinds_of(problem, "auto"), given))
+    assert said in lines[0] and "no plan that keeps" not in " ".join(lines)
+
+
+def test_sessions_are_planned_under_what_the_engine_runs():
+    """Orca was searched for SGLang, too, and `xgpt serve` offered, which starts another engine."""
+    problem = SimpleNamespace(engine=load_engine("sglang"), constraint=Constraint(ttft_s=1.0, objective="arrivals"))
+    problem.model = SimpleNamespace(is_encoder_decoder=False, kinds=())
+    assert sessions._kinds(problem, "auto", None) == ("chunked",)
 
 
 @pytest.mark.long
