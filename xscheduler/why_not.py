@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.numbers import rounded_up
 from xgpt.core.schema.constraint import Bounds
 from xgpt.core.workload import quantile
 from xscheduler.candidates import Candidates
@@ -45,7 +46,7 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     binding = broken[0]
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {given[binding]:g} s on "
-        f"{candidates.problem.cluster.name}; the nearest bound that can be kept is {round_up(nearest[binding])} s"
+        f"{candidates.problem.cluster.name}; the nearest bound that can be kept is {rounded_up(nearest[binding]):g} s"
         + (reason if binding == "latency_bound_s" else ""),
         nearest_bound_s=nearest[binding],
         binding=binding,
@@ -112,7 +113,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
         over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
     factor = longer * least
-    kept = {name: float(round_up(factor * bound)) for name, bound in given.items()}
+    kept = {name: rounded_up(factor * bound) for name, bound in given.items()}
     binding = next(iter(given))
     asked, loose = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(
@@ -181,8 +182,3 @@ def _slowest_points(space: Space) -> dict[str, Ints]:
         slow = axis.values[0] if axis.variable.latency == "rises" else axis.values[-1]
         columns[axis.variable.name] = np.full(len(branches), slow)
     return columns
-
-
-def round_up(seconds: float) -> str:
-    """Return the seconds as text with four significant digits, rounded up, so that the printed bound can be kept."""
-    return f"{float(f'{seconds * 1.0005:.4g}'):g}"

@@ -80,15 +80,19 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
 def ranges(
     plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
 ) -> dict[str, RangeOutput]:
-    """Return the range of each plan's gain per device over the current deployment."""
+    """Return the range of each plan's gain per device over the current deployment. What keeps the bounds at no rate has
+    none.
+    """
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
     now = np.asarray(changes(current, current_profile, among))
     by_policy = {}
     for kind, plan in plans.items():
+        if not rate_of(plan):
+            continue
         gain = rate_of(plan) / plan.num_devices / (rate_of(current) / current.num_devices)
         then = np.asarray(changes(plan, profile, among))
-        each = gain * np.divide(then, now, out=np.full(len(now), inf), where=now > 0)
+        each = gain * np.divide(then, now, out=np.where(then > 0, inf, 1.0), where=now > 0)
         least, most = min(gain, float(each.min())), max(gain, float(each.max()))
         by_policy[kind] = RangeOutput(
             least=least,

@@ -5,6 +5,7 @@ accept 1_0, nan and digits of other alphabets.
 from __future__ import annotations
 
 import re
+from math import ceil, floor, log10
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -40,6 +41,12 @@ def decimal(text: str) -> float:
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"not a number: {text!r}")
     return number
+
+
+def rounded_up(value: float) -> float:
+    """Return the least number of three significant digits that is not below a positive one."""
+    step = 10.0 ** (floor(log10(value)) - 2)
+    return float(f"{step * ceil(value / step - 1e-9):.3g}")
 
 
 LEVELS = (1, 20), *((each, 10) for each in range(1, 10)), (19, 20), (99, 100)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, floor, inf, log10
+from math import ceil, inf
 from types import MappingProxyType
 
 from xgpt.comparing.flags import Given
-from xgpt.core.numbers import rounded_down
+from xgpt.core.numbers import rounded_down, rounded_up
 from xgpt.core.schema import Constraint, Offer, Plan, Profile, Ranged, Recommendation
 from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
@@ -208,15 +208,9 @@ def _alone(load: CarriedLoad, *plans: tuple[Plan, Profile]) -> float | None:
 
 
 def _nearest(plan: Plan, nearest: Mapping[str, float | None]) -> tuple[BoundKept, ...]:
-    # what is printed, with three digits, must be kept
-    bounds = {name: _rounded_up(value) for name, value in nearest.items() if value is not None}
+    bounds = {name: rounded_up(value) for name, value in nearest.items() if value is not None}
     loose = plan.constraint.but(**bounds)
     return _bounds(loose, (None,) * 5) if bounds else ()
-
-
-def _rounded_up(value: float, digits: int = 3) -> float:
-    step = 10.0 ** (floor(log10(value)) + 1 - digits)
-    return float(f"{step * ceil(value / step - 1e-9):.{digits}g}")
 
 
 def _cluster(choice: ClusterChoice) -> OfferedCluster:

@@ -233,7 +233,7 @@ def _never_kept(found: Recommendation) -> str:
     factors = [each.bound_s / asked[each.name] for each in found.nearest if each.name in asked]
     is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
     if is_alike:  # one alone may be tighter
-        return f"{text}; each bound {factors[0]:.3g} times as long can be kept: {nearest}"
+        return f"{text}; each bound {max(factors):.3g} times as long can be kept: {nearest}"
     return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} that one keeps: {nearest}"
 
 
@@ -249,8 +249,9 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     of = offers[found.would_hold_of]
     if not found.would_hold or of is None:
         return ""
-    name = this if found.action != "keep" else "what runs now" if of is found.best else "the best plan"
-    name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up else name
+    is_now = of == found.now or (found.action == "keep" and of is found.best)
+    name = "what runs now" if is_now else "the best plan" if found.action == "keep" else this
+    name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up and not is_now else name
     scheduler = ", with xgpt's scheduler" if of.needs_xgpt else ""
     name = f"{of.name} ({PLACED.sub('', of.settings)}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"

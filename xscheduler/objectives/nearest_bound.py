@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.numbers import rounded_up
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
 from xgpt.core.schema.constraint import BOUND_NAMES
@@ -51,7 +52,7 @@ def never_kept(
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
     can_be = "the nearest bound that can be kept is"
     if len(nearest) > 1:
-        can_be = f"each bound {nearest[binding] / given[binding]:.3g} times as long can be kept:"
+        can_be = f"each bound {max(nearest[name] / given[name] for name in nearest):.3g} times as long can be kept:"
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     refusal = InfeasibleError(
@@ -106,7 +107,7 @@ def _nearest(
 
     def at(power: int) -> dict[str, float]:
         # Bounds are rounded as they are printed, so that the printed values can be kept.
-        return {name: float(f"{unit * STEP**power * bound:.4g}") for name, bound in bounds.items()}
+        return {name: rounded_up(unit * STEP**power * bound) for name, bound in bounds.items()}
 
     def is_kept(power: int) -> bool:
         nonlocal tried
@@ -126,7 +127,8 @@ def _nearest(
     while above > below + 1:
         middle = (below + above) // 2
         below, above = (below, middle) if is_kept(middle) else (middle, above)
-    return _Nearest(at(above), STEP ** (above - below))
+    kept, broken = at(above), at(below)
+    return _Nearest(kept, max(kept[name] / broken[name] for name in bounds))
 
 
 def _named(bounds: Mapping[str, float]) -> list[str]:

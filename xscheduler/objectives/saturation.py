@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.numbers import rounded_up
 from xgpt.core.schema import Ceiling, Constraint, PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import Ints, quantile, sample
@@ -26,7 +27,6 @@ from xscheduler.found import Found
 from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, seen_by, with_law
 from xscheduler.tolerances import TOLERANCES
-from xscheduler.why_not import round_up
 from xsimulator.capacity import SEED, endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
@@ -244,7 +244,7 @@ class Saturated(Objective[Found]):
         bounds = constraint.bounds.given
         name = next(iter(bounds))
         known = len(bounds) == 1 and name == "latency_bound_s"
-        nearest = f"; the nearest bound that can be kept is {round_up(nearest_s)} s" if known else ""
+        nearest = f"; the nearest bound that can be kept is {rounded_up(nearest_s):g} s" if known else ""
         return InfeasibleError(
             f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation: "
             "closed forms assume that running requests are at different points of their outputs, but requests that "
@@ -260,7 +260,7 @@ class Saturated(Objective[Found]):
         nearest_s = min(nearest)
         return InfeasibleError(
             f"latency_bound_s: in simulation, no schedule keeps {bound_s:g} s for the required share of all requests; "
-            f"the nearest bound that can be kept is {round_up(nearest_s)} s",
+            f"the nearest bound that can be kept is {rounded_up(nearest_s):g} s",
             nearest_bound_s=nearest_s,
             binding="latency_bound_s",
         )

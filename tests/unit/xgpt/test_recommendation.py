@@ -8,12 +8,13 @@ import pytest
 
 import xgpt
 from xgpt.comparing.compare import compare
+from xgpt.core.numbers import rounded_up
 from xgpt.core.schema import Recommendation
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, Gain, OfferedCluster, Process, Ranged, Sized
 from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
-from xgpt.deciding.recommend import _rounded_up, recommend
+from xgpt.deciding.recommend import recommend
 from xgpt.deciding.verified import unverified
 from xgpt.deciding.words import lines
 from xgpt.requests import plan_request
@@ -204,7 +205,7 @@ def test_bounds_that_are_loosened_together_are_said_to_be(small: Recommendation)
 
 def test_bounds_that_can_be_kept_are_not_rounded_down() -> None:
     """TTFT within 121.1 ms could be kept, and 121 ms was said, which no rate keeps."""
-    assert [_rounded_up(value) for value in (0.1211, 0.01817, 2.0, 0.121, 12.34, 1234.5)] == [
+    assert [rounded_up(value) for value in (0.1211, 0.01817, 2.0, 0.121, 12.34, 1234.5)] == [
         0.122,
         0.0182,
         2.0,

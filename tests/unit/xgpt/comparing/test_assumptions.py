@@ -61,6 +61,19 @@ def test_a_deployment_that_keeps_no_bound_under_an_assumption_has_no_largest_gai
     assert (found.least, found.most) == (pytest.approx(1), None)
 
 
+def test_what_keeps_the_bounds_at_no_rate_has_no_range_of_gains(
+    planned: tuple[dict[str, Plan], Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`xgpt compare` ended with an internal error where both kept them at no rate under an assumption."""
+    plans, profile = planned
+    plan = plans["chunked"]
+    never = plan.but(estimate=plan.estimate.but(capacity=plan.estimate.capacity.but(rate_per_s=0.0)))
+    rows = iter([[1.0] * 6 + [0.0], [1.0] * 6 + [0.0]])
+    monkeypatch.setattr(varied, "changes", lambda *_: next(rows))
+    found = ranges({"chunked": plan, "never": never}, profile, plan, profile, None)
+    assert list(found) == ["chunked"] and found["chunked"].most == pytest.approx(1)
+
+
 def test_verdict_gain_and_command_are_about_the_same_plan() -> None:
     request = plan_request(**ASKED)
     found = compare(request, "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64")

@@ -33,7 +33,7 @@ def test_bounds_that_break_together_are_loosened_together() -> None:
 
     found = _nearest(Constraint(), {"ttft_s": 0.4, "tpot_s": 0.01}, 1.0, keeps, None)
     assert found is not None and found.bounds["tpot_s"] == pytest.approx(0.02, rel=0.011)
-    assert found.bounds["ttft_s"] / 0.4 == pytest.approx(found.bounds["tpot_s"] / 0.01, rel=1e-3)
+    assert found.bounds["ttft_s"] / 0.4 == pytest.approx(found.bounds["tpot_s"] / 0.01, rel=0.01)
 
 
 def test_bounds_that_are_loosened_together_are_not_called_the_nearest() -> None:
