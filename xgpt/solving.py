@@ -62,7 +62,8 @@ class Planned:
         ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
         beside: the best plan of another shape, or None if it was not searched, or there is none. It may be on another
             cluster, whose profile is `beside_profile`.
-        steady: plans of higher rates, if others keep more of a log that none holds.
+        steady: plans of higher rates, if others keep more of a log that none holds, and those of other shapes, if
+            none holds the load as surely as wanted.
         refusal: why no schedule keeps the constraint. The plans are then those that keep most of the load. None: some
             schedule keeps it.
     """
@@ -237,16 +238,22 @@ def _found(
     found = own_first(found)
     first = next(iter(found.values()))
     other = resolved.beside or first.at_side
-    if load is not None and resolved.fewest is None:
-        found, _ = surest_first(found, problem.profile, load, request.confidence)
+    judged = None if resolved.fewest is None else resolved.fewest.judged
+    if load is not None and judged is None:
+        found, judged = surest_first(found, problem.profile, load, request.confidence)
         other = other if next(iter(found.values())) is first else first.draft
+    is_unsure = judged is not None and judged.confidence < request.confidence
+    shapes = next(iter(found.values())).other_shapes if is_unsure else []  # of which more replicas may do
     if asked not in (None, problem.constraint):
         problem = problem.under(asked)
         found = {kind: Found(_judged(one.draft, problem), NOT_SEARCHED) for kind, one in found.items()}
-        other = None if other is None else _judged(other, problem)
+        other, shapes = None if other is None else _judged(other, problem), []
     steady = tuple[PlanDraft, ...]()
     if load is not None and resolved.fewest is None:
         found, other, steady = keeping_most(found, other, problem, load)
+    offered = [next(iter(found.values())).draft, *(() if other is None else (other,)), *steady]
+    known = {(Placement.of(draft).degrees, draft.replicas) for draft in offered}
+    steady += tuple(draft for draft in shapes if (Placement.of(draft).degrees, draft.replicas) not in known)
     paired = trace if load is None or load.log is None else None  # a replay has the log's own pairs of lengths
     plans = _annotate(found, problem, paired, request.api_servers)
 

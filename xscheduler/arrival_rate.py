@@ -18,6 +18,8 @@ from xsimulator.queueing import NUM_LOADS, Array
 
 STEP = 1.35
 """Factor between a value of a variable and its neighbours in `one_step_from`."""
+NUM_FAR = 6
+"""Number of values on an axis in `far_from`."""
 TIGHTER = 0.8
 MOST_TIGHTER = 6
 """The search also tries the best settings under up to `MOST_TIGHTER` tighter bounds, each `TIGHTER` times the one
@@ -110,6 +112,16 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
             other = int(axis.values[np.clip(index, 0, len(axis.values) - 1)])
             if other != value:
                 found.append(settings.but(**{name: other}))
+    return found
+
+
+def far_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
+    """Return the settings with other values on one axis: its largest, about half of it, and so on."""
+    found: list[PolicySettings] = []
+    for axis in space.axes:
+        name = axis.variable.name
+        far = axis.values[np.searchsorted(axis.values, [axis.values[-1] / 2**n for n in range(NUM_FAR)])]
+        found += [settings.but(**{name: int(each)}) for each in np.unique(far) if each != getattr(settings, name)]
     return found
 
 

@@ -34,7 +34,7 @@ class Found:
     def at_side(self) -> PlanDraft | None:
         return None if self.beside is None else self.beside(self.draft)
 
-    @property
+    @cached_property
     def other_shapes(self) -> list[PlanDraft]:
         return [] if self.shapes is None else self.shapes(self.draft)
 

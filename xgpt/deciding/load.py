@@ -179,12 +179,17 @@ class Copies(NamedTuple):
         hold the load less surely than wanted, of these the surest first.
         """
         likely = 1.0 if self.confidence is None else self.confidence
-        return (True, -likely, self.num_devices) if likely < wanted else (False, self.num_devices, -level_of(likely))
+        if not self.is_sure(wanted):
+            return True, -likely, self.num_devices
+        return False, self.num_devices, -level_of(likely)
+
+    def is_sure(self, wanted: float) -> bool:
+        return self.confidence is None or self.confidence >= wanted
 
 
-def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Copies | None:
+def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float, than: Copies | None = None) -> Copies | None:
     """Return the fewest replicas of a plan, more than it has, that hold a load with the wanted probability or, if none
-    do, with a smaller one. Return None if no number is known.
+    do, with a smaller one. Return None if no number is known, or if they take more devices than others that do.
     """
     rate = rate_of(plan) or plan.estimate.throughput_rps  # a log may keep bounds that no steady load keeps
     groups = plan.replicas // plan.sharing_replicas
@@ -192,6 +197,9 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
     least, paces, surely = max(groups + 1, ceil(asked / rate)), paces_of(plan, profile), 0.0
     if paces is not None and (surely := rate_at(plan, profile, paces.at(wanted))) > 0:
         least = max(least, ceil(asked / surely))
+    devices = plan.sharing_replicas * plan.devices_per_replica
+    if than is not None and than.is_sure(wanted) and least * devices > than.num_devices:
+        return None
     if not rate_of(plan) and ((alone := load.alone(plan, profile)) is None or alone < plan.constraint.quantile):
         return None  # no number of replicas serves requests faster than one at a time
 
@@ -206,5 +214,4 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float) -> Co
     likely = confidence(plan, profile, asked / numbers[at])
     if likely is not None and numbers[at] * surely >= asked:
         likely = max(likely, wanted)
-    replicas = numbers[at] * plan.sharing_replicas
-    return Copies(replicas * plan.devices_per_replica, replicas, likely)
+    return Copies(numbers[at] * devices, numbers[at] * plan.sharing_replicas, likely)

@@ -152,7 +152,8 @@ def recommend(
             *(("steady", plan, profile) for plan in steady),
         ]
         for role, plan, of in roles:
-            if plan is not None and (several := enough(plan, of, load, wanted)) is not None:
+            than = min((each[2] for each in copies), key=lambda each: each.rank(wanted), default=None)
+            if plan is not None and (several := enough(plan, of, load, wanted, than)) is not None:
                 copies.append((role, plan, several))
     fewest = min(copies, key=lambda each: each[2].rank(wanted), default=None)
     if fewest is not None and held is not None and held.holds and (fewest[2].confidence or 0.0) < wanted:

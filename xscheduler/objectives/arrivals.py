@@ -19,6 +19,7 @@ from xscheduler.arrival_rate import (
     best_under_tighter,
     by_rate,
     closed_rate,
+    far_from,
     one_step_from,
     sampled,
 )
@@ -186,6 +187,8 @@ class Arrivals(Objective[PlanDraft]):
             return None
         best = self._best_nearby(best)
         best.precision = TOLERANCES.rate
+        best = self._best_afar(best)
+        best.precision = TOLERANCES.rate
         found = best.found(edges=False)
         return best.plan.with_estimate(capacity=found) if found.rate_per_s else None
 
@@ -265,6 +268,15 @@ class Arrivals(Objective[PlanDraft]):
                 break
             best = found
         return best
+
+    def _best_afar(self, best: CapacitySearch) -> CapacitySearch:
+        """No proof shows what a search along the axes may have missed, where the closed form errs most."""
+        space = self._in_engine(self.scheduler.space_of(best.plan))
+        far = [
+            (each, self.scheduler.draft_at(space, each, best.plan.search)) for each in far_from(space, best.plan.policy)
+        ]
+        rated = [(other, closed_rate(space, settings)) for settings, other in far if other is not None]
+        return self._best_of(sorted(rated, key=lambda item: -item[1]), best, TOLERANCES.doubt_nearby) or best
 
     def _nearby(self, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
         space = self._in_engine(self.scheduler.space_of(plan))
