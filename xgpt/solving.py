@@ -82,6 +82,11 @@ class Planned:
     refusal: InfeasibleError | None = None
 
     @property
+    def others(self) -> tuple[Plan, ...]:
+        """Further plans of the same policies."""
+        return (*(() if self.beside is None else (self.beside,)), *self.steady)
+
+    @property
     def recommendation(self) -> Recommendation:
         assert self.best.recommendation is not None
         return self.best.recommendation
@@ -204,8 +209,7 @@ def _planned(
             progress(0, 1, "searching the plan that keeps most of the load, under the nearest bounds")
         planned = _found(request, _Resolved(nearest), load, trace, None, asked)
         # A plan for the nearest bounds may keep those that were asked, too.
-        beside = () if planned.beside is None else (planned.beside,)
-        rates = map(rate_of, (planned.best, *beside, *planned.steady))
+        rates = map(rate_of, (planned.best, *planned.others))
         is_kept = _is_at_any_rate(error) and max(rates) > 0
         return planned if is_kept else replace(planned, refusal=error)
 

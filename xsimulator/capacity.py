@@ -270,7 +270,7 @@ class CapacitySearch:
     def _found(self, predicted: float | None, *, edges: bool) -> Capacity:
         rate = self.rate
         whole_s, share_kept = self._seen[rate]
-        tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))
+        tighter, looser = (self._under(1 + edge) if edges else None for edge in (-EDGE, EDGE))
         return Capacity(
             rate_per_s=rate,
             rate_under_tighter_per_s=None if tighter is None else min(tighter, rate),
@@ -282,6 +282,13 @@ class CapacitySearch:
             warm_up_requests=self._trial.num_warm_up,
             seed=self._seed,
         )
+
+    def _under(self, factor: float) -> float:
+        """Return the highest rate under all bounds times `factor`."""
+        ends = self._most, self._saturation
+        # Of a run that ended early only the bounds that it broke are known, not whether it keeps looser ones.
+        self._excess = {rate: excess for rate, excess in self._excess.items() if excess < inf or rate in ends}
+        return self._highest(factor * self._slack, max(self.precision, EDGE / 5))
 
     @cached_property
     def _most(self) -> float:

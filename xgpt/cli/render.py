@@ -144,7 +144,7 @@ LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot m
 """Columns of plans that are left out on a narrow terminal, in this order."""
 
 
-def plans_table(plans: dict[str, Plan], title: str = "each policy") -> Fitting:
+def plans_table(plans: dict[str, Plan], title: str = "each plan") -> Fitting:
     """Return a table of each plan's figures, including the arrival rate and the throughput at saturation."""
     rows = []
     for kind, plan in plans.items():
@@ -208,7 +208,7 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     for row, plan in zip(rows, plans.values(), strict=True):
         sure = f" (not verified: {', '.join(unsure)})" if (unsure := unverified(plan)) else ""
         below.append(f"{row[0].partition(':')[0]}: {name_of(plan)}: {settings_text(plan)}{sure}")
-    title = f"gains from looser bounds, on {best.num_devices} devices"
+    title = f"gains of the highest rate under looser bounds, on {best.num_devices} devices"
     return Fitting(title, ["bounds", rate, "gain"], rows, below=below)
 
 

@@ -69,13 +69,16 @@ def summary(planned: Planned) -> Iterator[object]:
         f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.device.name}), workload "
         f"{problem.workload.name}, {bound}"
     )
-    yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield f"maximised: {plan_text.objective_in_words(best)}; planned in {planned.planning_s:.1f} s"
     yield from plan_text.own_objective_in_words(planned.plans)
     for words_of in (plan_text.classes_in_words, plan_text.headroom_in_words, plan_text.engine_in_words):
         yield from words_of(best)
     yield from plan_text.ranges_in_words(best)
-    beside = {} if planned.beside is None else {name_of(planned.beside): planned.beside}
-    yield render.plans_table({**planned.plans, **beside})
+    shown = dict(planned.plans)
+    for plan in planned.others:
+        name = name_of(plan)
+        shown[f"{name} (2)" if name in shown else name] = plan
+    yield render.plans_table(shown)
     yield from plan_text.missing_in_words(planned.request.policy, problem, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
     if planned.fewest is not None and (why := planned.fewest.why_not_fewer):

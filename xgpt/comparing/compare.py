@@ -86,9 +86,7 @@ class Compared:
         """The plan of the highest rate under the given bounds, on at most the devices of the best plan. As under looser
         bounds, measurements need not verify it.
         """
-        planned, best = self.planned, self.best
-        beside = () if planned.beside is None else (planned.beside,)
-        found = (*self.plans.values(), *beside, *planned.steady)
+        found, best = (*self.plans.values(), *self.planned.others), self.best
         here = (plan for plan in found if plan.cluster == best.cluster and plan.num_devices <= best.num_devices)
         return max(here, key=rate_of)
 

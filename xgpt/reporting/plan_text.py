@@ -27,6 +27,7 @@ TIMED_WORDS = {
     "tokenise_s": "the time to tokenise prompts",
 }
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
+KEEPS_MOST = "the share of your load that keeps the bounds, since no plan found holds it"
 OF_WINDOW = {"interval": "the requests of each interval", "day": "the day's requests"}
 
 
@@ -71,11 +72,16 @@ def placement_in_words(plan: Plan) -> str:
     return f"{replicas} of {' and '.join(parts)}; {plan.num_devices} of {plan.cluster.num_devices} devices"
 
 
-def objective_in_words(constraint: Constraint) -> str:
+def objective_in_words(plan: Plan) -> str:
+    constraint, told = plan.constraint, plan.recommendation
     if constraint.maximise is not None:
         return f"{constraint.maximise} while requests are always waiting"
     if constraint.maximises_arrivals:
-        return f"the arrival rate ({_process(constraint)}) within the bounds, waiting included"
+        rate = f"the arrival rate ({_process(constraint)}) within the bounds, waiting included"
+        asked = None if told is None else (told.rejected or told.best).at_load
+        if asked is None or asked.share_kept is None:
+            return rate
+        return f"{rate}, and how surely your load is held" if asked.holds else KEEPS_MOST
     if constraint.objective == "arrivals":
         return "throughput (without a bound, any lower arrival rate is sustained)"
     return "throughput while requests are always waiting; latency counts from admission"
@@ -199,8 +205,6 @@ def arrivals_in_words(plan: Plan) -> list[str]:
             line = f"sensitivity: {tighter:.4g} requests/s with 5% tighter bounds, {looser:.4g} with 5% looser bounds"
             if tighter >= looser:
                 line += ": memory and step times limit the rate, not the bounds"
-            elif looser <= found.rate_per_s:
-                line += "; only a plan with other settings can gain from looser bounds"
             texts.append(line)
     what = "latency of all requests" if constraint.sla == "request" else "output length"
     texts.append(

@@ -76,7 +76,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator, path: str = "
         simulation=(
             f"Simulated: {measured.num_requests} requests of the plan's workload at saturation, with the engine's own "
             "scheduling rule and step times from the profile. Latency counts from admission; the plan keeps the bounds "
-            f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(constraint)}."
+            f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(plan)}."
         ),
         arriving=_arriving(full, profile),
         classes=_classes(full, profile),

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from xgpt.cli.render import Fitting
+from xgpt.cli.run import summary
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
@@ -103,6 +105,24 @@ def test_replicas_are_added_one_by_one() -> None:
     assert "3 would, with 3 replicas as in the plan below." in " ".join(lines(lost, 1000))
     other = lost.but(runner_up=lost.best.but(name="orca, 2 replicas of TP1"), would_hold_of="runner_up")
     assert "3 would, as orca, 3 replicas of TP1." in " ".join(lines(other, 1000))
+
+
+def test_what_was_maximised_is_said_and_the_plan_of_the_highest_rate_is_shown() -> None:
+    """The plan that keeps most of a log stood under "each policy's highest arrival rate", maximised was "the arrival
+    rate", and the plan that has it stood only in the table of looser bounds.
+    """
+    request = plan_request(model="llama-3.1-8b", cluster="h100x1", workload="azure-conv", latency_bound_s=8)
+    planned = solve(request.but(policy="chunked"))
+    told = planned.recommendation
+    for holds, said in ((False, "the share of your load that keeps"), (True, "and how surely your load is held")):
+        at = AtLoad(rate_per_s=90, share_kept=0.57, holds=holds)
+        judged = planned.told(told.but(best=told.best.but(at_load=at)))
+        higher = judged.best.model_copy(update={"policy": judged.best.policy.but(max_batch=30)})
+        maximised = replace(judged, steady=(higher,))
+        text = "\n".join(str(part) for part in summary(maximised))
+        assert f"maximised: {said}" in text if not holds else said in text
+        (table,) = (part for part in summary(maximised) if isinstance(part, Fitting))
+        assert table.title.startswith("each plan's highest") and len(table.rows) == 2
 
 
 def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
