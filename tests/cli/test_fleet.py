@@ -64,6 +64,7 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     kept = rf"(all|\d\d\.\d+%) of [\d,]{{5,}} requests{worst}; 99% must in each, but for chance\."
     alone = "The fleet has no schedule, since its load is not a day long."
     assert re.match(f"The rule alone keeps the bounds for {kept} {alone}", " ".join(followed.split()))
+    assert "starts of replicas, initial ones included" in followed, "115 replicas were said to have run, of at most 14"
     figures = json.loads(xgpt("autoscale", "fleet.json", "--simulate", str(day), "--json").out)
     assert figures["worst_share_within"] <= figures["share_within"] and figures["cost"] > figures["device_hours"]
     assert ("Too few: the rule follows the number of requests" in followed) != figures["holds"]

@@ -228,7 +228,7 @@ def autoscale(fleet_path: str, simulated_trace: str, as_json: bool) -> None:
         ["share within the bounds less the headroom", phrases.percent(followed.share_kept)],
         ["device-hours", f"{followed.day.device_hours:.4g}"],
         *([["cost", f"{followed.day.cost:.4g}"]] if fleet.is_priced else []),
-        ["replicas that ran at some time", f"{len(followed.day.replicas)}"],
+        ["starts of replicas, initial ones included", f"{len(followed.day.replicas)}"],
     ]
     render.show(render.table("the day on the simulated clock", ["figure", "value"], rows))
 

@@ -20,14 +20,11 @@ def unverified(plan: PlanDraft) -> tuple[str, ...]:
     """
     if (cell := cell_of(plan)) is None:
         return ()
-    found, efficiency = list[str](), plan.cluster.device.efficiency
-    if efficiency is not None and efficiency.like is not None:
+    shape, efficiency = unverified_shape(plan), plan.cluster.device.efficiency
+    found = [*[shape] * bool(shape), *["drafts"] * (plan.speculation is not None), *unverified_class(plan)]
+    if efficiency is not None and efficiency.like is not None:  # last, since a clause follows the name
         found.append(f"{cell.device}, whose efficiency is derived from that of {efficiency.like}")
-    if shape := unverified_shape(plan):
-        found.append(shape)
-    if plan.speculation is not None:
-        found.append("drafts")
-    return (*found, *unverified_class(plan))
+    return tuple(found)
 
 
 def unverified_class(plan: PlanDraft) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
@@ -486,14 +488,33 @@ def change_in_words(decision: Decision) -> str:
 def _commands(offer: Offer, most: int = MOST_COMMANDS) -> Iterator[str]:
     """Yield the commands of the first processes. A command that several machines run alike is yielded once."""
     commands = Counter(process.command for process in offer.processes)
+    shown, rest = list(commands)[:most], list(commands)[most:]
     for command, count in list(commands.items())[:most]:
         yield f"$ {command}"
         if count > 1:
             yield f"on each of {count} machines"
         elif max(commands.values()) > 1:
             yield "on one more machine"
-    if (rest := sum(list(commands.values())[most:])) > 0:
-        yield f"and {rest} more like it, each on its own devices and port (all: --json)"
+    if rest:
+        count, like = sum(commands[command] for command in rest), _unlike(shown[-1], rest)
+        yield f"and {count} more {like}, each on its own devices and port (all: --json)"
+
+
+def _unlike(shown: str, rest: Sequence[str]) -> str:
+    """Return how further commands differ from the shown one, but for devices and port."""
+    one, others = _options(shown), [_options(command) for command in rest]
+    names = {name for other in others for name, _ in one.items() ^ other.items()}
+    if len(names) != 1:
+        return "that differ" if names else "like it"
+    (name,) = names
+    values = dict.fromkeys(other[name] for other in others if name in other)
+    return f"with {name} {', '.join(values)}".rstrip() if values else f"without {name}"
+
+
+def _options(command: str) -> dict[str, str]:
+    words = [*shlex.split(command), "--"]
+    each = {name: "" if value.startswith("--") else value for name, value in pairwise(words) if name.startswith("--")}
+    return {name: value for name, value in each.items() if name != "--port"}
 
 
 def _in_short(offer: Offer, beside: Offer) -> str:

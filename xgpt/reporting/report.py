@@ -199,8 +199,8 @@ def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommen
         "timeline": _timeline(plan, spans),
         "frontier": bounded_chart(plan, profile, told) if of_arrivals else _frontier(plan, profile),
         "memory": _memory(plan),
-        "input": _histogram(plan.workload.input, "input tokens"),
-        "output": _histogram(plan.workload.output, "output tokens"),
+        "input": _histogram(plan, plan.workload.input, "input tokens"),
+        "output": _histogram(plan, plan.workload.output, "output tokens"),
     }
 
 
@@ -290,19 +290,24 @@ def _memory(plan: Plan) -> Chart:
     )
 
 
-def _histogram(lengths: Histogram, label: str) -> Chart:
+def _histogram(plan: Plan, lengths: Histogram, label: str) -> Chart:
     values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)
     longest = lengths.lengths[-1]
     edges = np.linspace(0.5, longest + 0.5, min(HISTOGRAM_BINS, longest) + 1)
     shares, _ = np.histogram(values, bins=edges, weights=weights)
     mean = float(weights @ values)
+    # What `within_context` has shortened fills the context.
+    both = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
+    said = f"the longest counts as {longest}, so that the longest input and output fit into the context together"
+    if both != plan.model.max_context:
+        said = f"the longest request has {longest}"
     return charts.histogram(
         edges,
         shares,
         mean,
         label,
         alt=f"histogram of {label}, mean {mean:.0f}",
-        caption=f"Planned share of requests by {label}; the longest request has {longest}.",
+        caption=f"Planned share of requests by {label}; {said}.",
     )
 
 

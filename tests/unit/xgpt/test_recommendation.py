@@ -16,7 +16,7 @@ from xgpt.deciding import phrases, words
 from xgpt.deciding.ranges import confidence, is_borrowed, paces_of, rate_at
 from xgpt.deciding.recommend import recommend
 from xgpt.deciding.verified import unverified
-from xgpt.deciding.words import lines
+from xgpt.deciding.words import _commands, lines
 from xgpt.requests import plan_request
 from xgpt.solving import solve
 from xprofiler.ranges import cell_of, likely
@@ -126,6 +126,11 @@ def test_a_command_that_several_machines_run_alike_is_printed_once(small: Recomm
     )
     text = " ".join(" ".join(lines(found.but(best=unlike), most=None)).split())
     assert "on each of 3 machines vllm serve m on one more machine" in text, "with these two, a third of it was started"
+    others = [f"{command} --port 8001", f"{command} --dp-size 3", f"{command} --dp-size 3 --tp-size 2"]
+    for other, said in zip(others, ("like it", "with --dp-size 3", "that differ"), strict=True):
+        processes = (Process(command=command, port=8000), Process(command=other, port=8001))
+        text = " ".join(_commands(same.but(processes=processes), most=1))
+        assert f"and 1 more {said}, each" in text, "three times the printed command was another number of replicas"
     several = tuple(Process(command=f"env A={i} {command} --long {'x' * 60}", port=8000 + i) for i in range(8))
     assert len(lines(found.but(best=same.but(processes=several)))) <= 15
 

@@ -16,10 +16,10 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt import api
 from xgpt.cli.render import plans_table
-from xgpt.core.schema import Capacity, ChunkedSettings, Constraint, Plan
+from xgpt.core.schema import Capacity, ChunkedSettings, Constraint, Histogram, Plan
 from xgpt.pages import charts, render
 from xgpt.reporting.plan_text import schedule_in_words
-from xgpt.reporting.report import NUM_REQUESTS, _frontier, report
+from xgpt.reporting.report import NUM_REQUESTS, _frontier, _histogram, report
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.placement import Placement
 from xscheduler.schedule import NOT_SEARCHED, Scheduler
@@ -41,6 +41,15 @@ def test_a_pipelines_step_has_its_share_of_the_token_budget() -> None:
     """A report said 1216 tokens beside --max-num-batched-tokens 608."""
     plan: Any = SimpleNamespace(engine=None, policy=ChunkedSettings(token_budget=1216, max_batch=234, microbatches=2))
     assert "a total of 608;" in schedule_in_words(plan)
+
+
+def test_a_longest_length_that_was_shortened_is_not_the_longest_requests() -> None:
+    """The page named 28768 tokens of a log whose longest input has 30000."""
+    lengths = Histogram(lengths=(10, 60), probabilities=(0.5, 0.5))
+    workload = SimpleNamespace(input=lengths, output=Histogram(lengths=(4, 40), probabilities=(0.5, 0.5)))
+    for context, said in ((100, "the longest counts as 60, so that"), (101, "the longest request has 60.")):
+        plan: Any = SimpleNamespace(workload=workload, model=SimpleNamespace(max_context=context))
+        assert said in _histogram(plan, lengths, "input tokens").caption
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,12 @@ def test_classes_with_few_rows_are_labelled(
         assert bool(said) == (few or vendor == "AMD"), (profile, said)
 
 
+def test_a_derived_efficiency_is_named_last(plan: Plan) -> None:
+    """ "l4, whose efficiency is derived from that of l40s and pipelines" read as if it were derived from pipelines."""
+    draft = plan.but(cluster=load_cluster("l4x8"), stages=(plan.stages[0], plan.stages[0]), engine=load_engine("vllm"))
+    assert unverified(draft) == ("pipelines", "l4, whose efficiency is derived from that of l40s")
+
+
 @pytest.mark.parametrize("engine", [None, "xgpt"])
 @pytest.mark.parametrize("cluster", ["h100x1", "h100x8"])
 def test_no_published_row_is_of_plans_without_an_engines_own_times(
