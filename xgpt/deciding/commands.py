@@ -37,7 +37,8 @@ DEVICES = {"mi3": "HIP_VISIBLE_DEVICES", "arc": "ZE_AFFINITY_MASK"}
 
 
 def processes_of(plan: Plan, kept: Given | None = None, path: str | None = "plan.json") -> tuple[Process, ...]:
-    """Return the processes that run a plan: the engine's, or xgpt's if the engine cannot run the plan by itself.
+    """Return the processes that run a plan: the engine's, or xgpt's if the engine cannot run the plan by itself. There
+    are none if xgpt neither knows the engine's command nor runs in it.
 
     Replicas of a machine are one command with data parallelism if the engine has it, apart from mixtures of experts,
     whose experts vLLM would then divide.
@@ -46,7 +47,7 @@ def processes_of(plan: Plan, kept: Given | None = None, path: str | None = "plan
         path: path of the plan, for xgpt's own commands. None: no file has the plan, so there are none.
     """
     if engine_command(plan) is None:
-        if path is None:
+        if path is None or not (plan.engine is None or plan.engine.takes_ours):
             return ()
         in_vllm = plan.engine is not None and plan.engine.framework == "vllm" and plan.cluster.device.type == "gpu"
         in_vllm |= plan.prefill_groups > 1  # only vLLM runs them

@@ -47,8 +47,8 @@ LEAST_GAIN = 1.05
 
 
 def by_itself(plan: Plan) -> bool:
-    """Return whether the plan's engine runs it without xgpt's scheduler. xgpt's own engine runs every plan."""
-    return plan.engine is None or plan.engine.framework == "xgpt" or engine_command(plan) is not None
+    """Return whether the plan's engine runs it without xgpt's scheduler. Of other engines, only vLLM takes that one."""
+    return plan.engine is None or plan.engine.framework != "vllm" or engine_command(plan) is not None
 
 
 def own_first(found: Mapping[str, Found]) -> dict[str, Found]:

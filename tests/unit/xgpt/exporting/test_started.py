@@ -18,7 +18,8 @@ from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.documents import LOADER
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation
-from xgpt.deciding.commands import engine_command
+from xgpt.deciding.commands import engine_command, processes_of
+from xgpt.deciding.recommend import by_itself
 from xgpt.exporting.groups import Target
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
 
@@ -254,6 +255,14 @@ def test_tensorrt_llm_takes_float8_from_the_checkpoint_only() -> None:
     in_eight = plan.model_copy(update={"kv_dtype": "float8"})
     assert "--kv_cache_dtype fp8" in str(engine_command(in_eight))
     assert engine_command(in_eight.model_copy(update={"dtype": "float8"})) is None
+
+
+def test_no_command_starts_another_engine_than_the_plans() -> None:
+    """An engine described by a user's file has no command that xgpt knows: `xgpt serve` was printed, which refuses."""
+    plan = planned("by itself")
+    assert plan.engine is not None and by_itself(plan) and processes_of(plan)
+    other = plan.model_copy(update={"engine": plan.engine.but(framework="mine", name="mine-1")})
+    assert processes_of(other) == () and by_itself(other), "nor is it said to run xgpt's scheduler"
 
 
 def test_a_loop_that_waits_costs_what_it_costs() -> None:
