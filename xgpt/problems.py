@@ -67,9 +67,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None, shared: int 
         device = cluster.device.but(usable_memory=engine.memory_share)
         cluster = cluster.but(device=device)
     even = runs_elsewhere(spec, cluster, profile, engine, request.fix)
-    if engine is not None and even:
-        _check_started(engine, spec, profile, speculation)
-    return Problem(
+    problem = Problem(
         model=spec,
         checkpoint=found,
         cluster=cluster,
@@ -84,6 +82,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None, shared: int 
         speculation=speculation,
         reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
+    _check_started(problem)
+    return problem
 
 
 def turns_in(request: PlanRequest) -> float | None:
@@ -220,18 +220,21 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
     return engine.measured_on(cluster.device.type)
 
 
-def _check_started(engine: EngineSpec, model: ModelSpec, profile: Profile, speculation: Speculation | None) -> None:
-    name = engine.framework
-    if model.is_encoder_decoder:
+def _check_started(problem: Problem) -> None:
+    """Check that xgpt knows a command that starts the plans in the problem's engine."""
+    engine, model, speculation = problem.engine, problem.model, problem.speculation
+    if engine is None:
+        return
+    if problem.even and model.is_encoder_decoder:
         says = f"xgpt cannot start {model.name}, an encoder-decoder, in it: use `engine=xgpt`"
-        raise InputError("engine", name, says)
-    if speculation is not None and name not in SPECULATES:
-        raise InputError(
-            "speculative", speculation.method, f"it needs {' or '.join(SPECULATES)} as `engine`, not {name}"
-        )
-    if profile.dtype == "float8" and model.quantization is None and name not in QUANTIZES:
-        says = f"{name} needs a checkpoint in float8: give one as `model`, or {' or '.join(QUANTIZES)} as `engine`"
-        raise InputError("dtype", profile.dtype, says)
+        raise InputError("engine", engine.framework, says)
+    if speculation is not None and not (engine.framework in SPECULATES and engine.runs_alone):
+        says = f"it needs {' or '.join(SPECULATES)} as `engine`, not {engine.name}"
+        raise InputError("speculative", speculation.method, says)
+    known = "xgpt", *QUANTIZES
+    if problem.profile.dtype == "float8" and model.quantization is None and engine.framework not in known:
+        says = f"{engine.framework} needs a checkpoint in float8: give one, or {' or '.join(QUANTIZES)} as `engine`"
+        raise InputError("dtype", "float8", says)
 
 
 def _profile(

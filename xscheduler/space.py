@@ -25,7 +25,7 @@ from xgpt.core.schema import (
     Speculation,
     Variable,
 )
-from xgpt.core.schema.plan import SPECULATIVE_POLICIES
+from xgpt.core.schema.engine import OF_OTHERS
 from xgpt.core.schema.policy import most_running
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
@@ -46,16 +46,20 @@ UNCUT = "an encoder reads a prompt whole, so prompts cannot be cut into chunks"
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
     """Return the policies in `kinds` that can run the model. Policies that cut prompts are left out if the model has an
-    encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
+    encoder (see `UNCUT`), and policies that need xgpt's scheduler if `speculation` is given.
     """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
-    return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
+    return tuple(kind for kind in able if speculation is None or kind == OF_OTHERS)
 
 
 def run_by(
-    engine: EngineSpec | None, kinds: tuple[str, ...], policy: str, order: AdmissionOrder | None = None
+    engine: EngineSpec | None,
+    speculation: Speculation | None,
+    kinds: tuple[str, ...],
+    policy: str,
+    order: AdmissionOrder | None = None,
 ) -> tuple[str, ...]:
-    """Return the policies in `kinds` that the engine can run, by its own scheduler or xgpt's.
+    """Return the policies in `kinds` that the engine can run, by its own scheduler or xgpt's, which has no drafts.
 
     Args:
         policy: the choice that includes `kinds`.
@@ -63,15 +67,17 @@ def run_by(
     Raises:
         InputError: it runs none of them, or not in this order.
     """
-    if engine is None or engine.takes_ours:
+    needs, other = "drafts need", "or leave `speculative` out"
+    if engine is not None and not engine.takes_ours:
+        needs, other = f"{engine.framework} runs only", "or `engine=vllm`, where xgpt's scheduler runs"
+    elif speculation is None:
         return kinds
-    found = tuple(kind for kind in kinds if engine.runs(kind))
-    runs = f"{engine.framework} runs only chunked in order of arrival: give"
-    other = "or `engine=vllm`, where xgpt's scheduler runs"
+    found = tuple(kind for kind in kinds if kind == OF_OTHERS)
+    says = f"{needs} {OF_OTHERS} in order of arrival: give"
     if policy in TUNED or not found:
-        raise InputError("policy", policy, f"{runs} `policy=chunked`, {other}")
+        raise InputError("policy", policy, f"{says} `policy={OF_OTHERS}`, {other}")
     if order not in (None, "fcfs"):
-        raise InputError("order", order, f"{runs} `order=fcfs`, {other}")
+        raise InputError("order", order, f"{says} `order=fcfs`, {other}")
     return found
 
 

@@ -159,6 +159,15 @@ def test_platforms_start_the_engine_with_the_draft(plan: Plan) -> None:
     assert any("speculative-config" in text for name, text in files.items() if name != "plan.json")
 
 
+def test_a_draft_has_no_order_of_xgpts_scheduler() -> None:
+    """With a bound on TTFT, in-time was chosen: the command was `xgpt serve`, which refuses drafts."""
+    drafted = {"speculative": "eagle3", "acceptance": (0.7,), "draft_model": "a/b", "workload": "azure-code"}
+    bounds = {"latency_bound_s": None, "ttft_s": 0.5, "tpot_s": 0.03, "engine": None, "speculative_tokens": 1}
+    best = api.solve(**ASKED | drafted | bounds).best
+    assert best.admission.order == "fcfs" and best.recommendation is not None
+    assert best.recommendation.best.processes[0].command.startswith("vllm serve")
+
+
 def test_our_engine_refuses_plans_with_a_draft(plan: Plan) -> None:
     with pytest.raises(InputError, match=r"plan.speculation: .*run the engine's command"):
         check_runs(plan)
@@ -211,7 +220,10 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
             {"speculative": "eagle", "acceptance": 0.5, "model": "t5-11b", "engine": "xgpt"},
             "speculative: .*has an encoder",
         ),
-        ({"speculative": "eagle", "acceptance": 0.5, "policy": "rra"}, "policy: .*chunked or orca"),
+        ({"speculative": "eagle", "acceptance": 0.5, "policy": "rra"}, "policy: .*drafts need chunked"),
+        ({"speculative": "eagle", "acceptance": 0.5, "policy": "orca"}, "policy: .*drafts need chunked"),
+        ({"speculative": "eagle", "acceptance": 0.5, "order": "sjf"}, "order: .*give `order=fcfs`"),
+        ({"speculative": "eagle", "acceptance": 0.5, "engine": "xgpt-vllm"}, "speculative: .*needs vllm or sglang"),
         ({"speculative": "eagle", "acceptance": "no-such-file"}, "acceptance: .*cannot be read"),
     ],
 )

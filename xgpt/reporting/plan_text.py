@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.constraint import BOUND_NAMES
-from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS, POLICY_WORDS, PolicyChoice
 from xgpt.deciding.phrases import range_in_words
 from xscheduler.expression import maximised, objective_value
@@ -297,9 +296,9 @@ def _why_missing(kind: str, policy: PolicyChoice, problem: Problem) -> str:
         return "these policies need several devices: {}"
     if in_waa and problem.cluster.host is None:
         return "no plan of waa: the cluster has no `host`, the link over which waa sends K/V"
-    if speculation is not None and kind not in SPECULATIVE_POLICIES:
-        return "not searched, since drafts need other policies: {}"
     if kind not in kinds_of(problem, policy):
+        if speculation is not None:
+            return "not searched, since drafts need another policy: {}"
         return "not searched" + (", since a fixed setting is not theirs: {}" if problem.fixed else ": {}")
     return "these policies have no plan that keeps the bounds: {}"
 

@@ -10,7 +10,7 @@ from functools import partial
 from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Pinned, Plan, PlanDraft, SearchMethod
-from xgpt.core.schema.plan import SPECULATIVE_POLICIES, rate_of
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
 from xscheduler.found import Found
@@ -144,7 +144,7 @@ def _with_in_time(
     """
     problem = by.problem
     constraint, engine = problem.constraint, problem.engine
-    is_own = engine is None or "xgpt" in (engine.framework, engine.scheduler)
+    is_own = (engine is None or "xgpt" in (engine.framework, engine.scheduler)) and problem.speculation is None
     simple = problem.reused is None and problem.workload.sessions is None and not problem.model.is_encoder_decoder
     if not (constraint.maximises_arrivals and constraint.ttft_s is not None and is_own and simple):
         return plans
@@ -202,13 +202,9 @@ def kinds_of(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | Non
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # vLLM frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
-    kinds = run_by(problem.engine, kinds, policy, order)
+    kinds = run_by(problem.engine, problem.speculation, kinds, policy, order)
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
-    if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):
-        known = " or ".join(SPECULATIVE_POLICIES)
-        says = f"speculative decoding needs {known}: give one of them, or leave `speculative` out"
-        raise InputError("policy", policy, says)
     found = _with_variables(runnable(kinds, problem.model, problem.speculation), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))

@@ -78,7 +78,7 @@ def _kinds(problem: Problem, policy: PolicyChoice, order: AdmissionOrder | None)
     if problem.model.is_encoder_decoder or any(kind.recurrent is not None for kind in problem.model.kinds):
         says = f"engines keep no K/V of prompts for {problem.model.name}: plan its requests with another workload"
         raise InputError("workload", problem.workload.name, says)
-    return run_by(problem.engine, KINDS if policy == "auto" else (policy,), policy)
+    return run_by(problem.engine, problem.speculation, KINDS if policy == "auto" else (policy,), policy)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from xgpt.core.schema.base import Frozen
 
+OF_OTHERS = "chunked"
+"""The policy of the schedulers of other engines than xgpt's. They admit requests in order of arrival."""
 UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 """Fields of an engine that are not figures, so they need no source."""
 
@@ -179,10 +181,8 @@ class EngineSpec(Frozen):
         return self.but(**changes, sources=sources)
 
     def runs(self, kind: str) -> bool:
-        """Return whether the engine runs a policy with the scheduler that it has. Schedulers of other engines than
-        xgpt's run only policy chunked.
-        """
-        return kind == "chunked" or "xgpt" in (self.framework, self.scheduler)
+        """Return whether the engine runs a policy with the scheduler that it has."""
+        return kind == OF_OTHERS or "xgpt" in (self.framework, self.scheduler)
 
     def started_for(self, kind: str) -> EngineSpec:
         """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy."""

@@ -94,7 +94,7 @@ def test_two_devices_can_be_divided_in_one_way():
         ({"fix": {"token_budget": 512}}, "not searched, since a fixed setting is not theirs: rra, orca, static"),
         (
             {"engine": "vllm", "speculative": "ngram", "acceptance": 0.7},
-            "not searched, since drafts need other policies: rra, static",
+            "not searched, since drafts need another policy: rra, orca, static",
         ),
     ],
 )
@@ -109,7 +109,9 @@ def test_a_policy_that_was_not_searched_is_not_said_to_have_no_plan(asked, said)
 
 def test_sessions_are_planned_under_what_the_engine_runs():
     """Orca was searched for SGLang, too, and `xgpt serve` offered, which starts another engine."""
-    problem = SimpleNamespace(engine=load_engine("sglang"), constraint=Constraint(ttft_s=1.0, objective="arrivals"))
+    problem = SimpleNamespace(
+        engine=load_engine("sglang"), speculation=None, constraint=Constraint(ttft_s=1.0, objective="arrivals")
+    )
     problem.model = SimpleNamespace(is_encoder_decoder=False, kinds=())
     assert sessions._kinds(problem, "auto", None) == ("chunked",)
 
