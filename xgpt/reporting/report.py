@@ -199,8 +199,8 @@ def _charts(plan: Plan, profile: Profile, spans: list[StageSpan], told: Recommen
         "timeline": _timeline(plan, spans),
         "frontier": bounded_chart(plan, profile, told) if of_arrivals else _frontier(plan, profile),
         "memory": _memory(plan),
-        "input": _histogram(plan, plan.workload.input, "input tokens"),
-        "output": _histogram(plan, plan.workload.output, "output tokens"),
+        "input": _histogram(plan.workload.input, "input tokens", beside=plan),
+        "output": _histogram(plan.workload.output, "output tokens"),
     }
 
 
@@ -290,17 +290,16 @@ def _memory(plan: Plan) -> Chart:
     )
 
 
-def _histogram(plan: Plan, lengths: Histogram, label: str) -> Chart:
+def _histogram(lengths: Histogram, label: str, beside: Plan | None = None) -> Chart:
+    """`beside`: the plan, if the longest length may be one that `within_context` has shortened beside its outputs."""
     values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)
     longest = lengths.lengths[-1]
     edges = np.linspace(0.5, longest + 0.5, min(HISTOGRAM_BINS, longest) + 1)
     shares, _ = np.histogram(values, bins=edges, weights=weights)
     mean = float(weights @ values)
-    # What `within_context` has shortened fills the context.
-    both = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
-    said = f"the longest counts as {longest}, so that the longest input and output fit into the context together"
-    if both != plan.model.max_context:
-        said = f"the longest request has {longest}"
+    said = f"the longest request has {longest}"
+    if beside is not None and longest + beside.workload.output.lengths[-1] == beside.model.max_context:
+        said = f"the longest counts as {longest}, so that it fits with the longest output"
     return charts.histogram(
         edges,
         shares,

@@ -46,10 +46,10 @@ def test_a_pipelines_step_has_its_share_of_the_token_budget() -> None:
 def test_a_longest_length_that_was_shortened_is_not_the_longest_requests() -> None:
     """The page named 28768 tokens of a log whose longest input has 30000."""
     lengths = Histogram(lengths=(10, 60), probabilities=(0.5, 0.5))
-    workload = SimpleNamespace(input=lengths, output=Histogram(lengths=(4, 40), probabilities=(0.5, 0.5)))
+    workload = SimpleNamespace(output=Histogram(lengths=(4, 40), probabilities=(0.5, 0.5)))
     for context, said in ((100, "the longest counts as 60, so that"), (101, "the longest request has 60.")):
         plan: Any = SimpleNamespace(workload=workload, model=SimpleNamespace(max_context=context))
-        assert said in _histogram(plan, lengths, "input tokens").caption
+        assert said in _histogram(lengths, "input tokens", plan).caption
 
 
 @pytest.fixture(scope="module")

@@ -126,8 +126,8 @@ def test_gains_from_looser_bounds_are_of_the_same_kinds_of_plans() -> None:
         return SimpleNamespace(num_devices=number, rate=rate, cluster=cluster)
 
     best, pipeline = of(8, 11.6), of(8, 13.1)
-    others = {"beside": pipeline, "steady": (of(8, 10.1), of(16, 20.0), of(4, 30.0, "b200x8"))}
-    planned = SimpleNamespace(plans={"chunked": best}, best=best, **others)
+    others = pipeline, of(8, 10.1), of(16, 20.0), of(4, 30.0, "b200x8")
+    planned = SimpleNamespace(plans={"chunked": best}, best=best, others=others)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xgpt.comparing.compare.rate_of", lambda plan: plan.rate)
         assert Compared(planned).highest is pipeline  # type: ignore[arg-type]
