@@ -111,7 +111,7 @@ class Served:
 
     @property
     def kv(self) -> Kv:
-        """Return the K/V memory, in blocks."""
+        """Return the K/V memory, in blocks. These loads ignore the end of outputs, so that SGLang reserves for them."""
         model = self.spec
         return Kv(self._memory[0], model.block_size, model.admits_by_use and model.mixes)
 

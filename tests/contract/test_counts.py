@@ -21,7 +21,7 @@ from tests.contract.test_claims import Case
 from tests.rings import examples
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.schema import Constraint, EngineSpec, Plan, Profile
 from xgpt.core.workload import sample
 from xgpt.resolve import load_engine
 from xscheduler.schedule import scheduler
@@ -138,6 +138,9 @@ def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int
 
 
 AHEAD = load_engine("vllm-0.15")
+APART = AHEAD.model_copy(update={"mixes": False})
+SPARING = APART.model_copy(update={"spare_tokens": 40, "spare_tokens_each": 9})
+ENGINES = (None, AHEAD, APART, SPARING, APART.model_copy(update={"schedules_ahead": False}))
 
 
 @settings(max_examples=examples(100, 15))
@@ -168,13 +171,13 @@ def test_counts_run_ahead_as_the_engine_does(
 
 
 @settings(max_examples=examples(100, 15))
-@given(drawn(("orca", "chunked"), 2, room=(1, 1, 2, 3, 5)), st.booleans(), st.sampled_from((2, 5, 1000)))
-def test_counts_preempt_as_the_engine_does(arrivals: Arrivals, ahead: bool, max_running: int) -> None:
+@given(drawn(("orca", "chunked"), 2, room=(1, 1, 2, 3, 5)), st.sampled_from(ENGINES), st.sampled_from((2, 5, 1000)))
+def test_counts_preempt_as_the_engine_does(arrivals: Arrivals, engine: EngineSpec | None, max_running: int) -> None:
     plan = arrivals.plan()
     assume(plan is not None and len(plan.stages) == 1)
     assert plan is not None
     admission = plan.admission.model_copy(update={"kv": "quantile", "max_running": max_running})
-    plan = plan.model_copy(update={"engine": AHEAD if ahead else None, "admission": admission})
+    plan = plan.model_copy(update={"engine": engine, "admission": admission})
     requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
     run = by_counts(plan, profile, requests)
     assert run.run()

@@ -90,6 +90,9 @@ class Deployed(NamedTuple):
         """
         limits, lengths = self.space.limits, self.space.lengths
         blocks, each = limits.memory.blocks_beside(np.asarray([self.step_tokens])), limits.memory.request_blocks
+        if self.engine is not None and limits.kv == "quantile":
+            blocks = blocks - self.engine.spare_tokens / limits.block_size
+            each += self.engine.spare_tokens_each / limits.block_size
         law = RequestBlocks.of(lengths, limits.block_size, limits.kv, request_blocks=each, on_average=True)
         return float(law.most(blocks)[0])
 

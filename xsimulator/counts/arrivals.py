@@ -110,7 +110,7 @@ LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
-    + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use preempted")
+    + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use spare spare_each preempted")
     + _fields("from_host has_turns num_due shared num_used num_kept first_kept last_kept")
     + _fields("has_chains trace_block looked_up num_found num_found_used")
     + _fields(
@@ -122,7 +122,7 @@ LANE = np.dtype(
 """The counts and settings of a schedule.
 
 - head, tail, preempted: requests [head, tail) wait behind the list of preempted requests that begins with `preempted`.
-- by_use: whether requests take blocks as they grow.
+- by_use: whether requests take blocks as they grow. spare, spare_each: see `Kv`.
 - first_step, end_step: steps [first_step, end_step) are running.
 - first_counted, last_counted: requests [first_counted, last_counted) are measured.
 - num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
@@ -212,11 +212,14 @@ class Kv(NamedTuple):
     Attributes:
         by_use: if True, requests take blocks as they grow. If no block is free, the request that entered last is
             preempted. If False, each request reserves blocks for its longest output.
+        spare, spare_each: see `policies.Pool`.
     """
 
     blocks: int
     block_size: int
     by_use: bool = False
+    spare: int = 0
+    spare_each: int = 0
 
     def of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -292,7 +295,7 @@ class Run(ABC):
         batches["number"] = np.arange(num_batches)
         for name in ("first", "last", "unissued"):
             batches[name] = NONE
-        lane["blocks"], lane["block_size"], lane["by_use"] = kv
+        lane["blocks"], lane["block_size"], lane["by_use"], lane["spare"], lane["spare_each"] = kv
         lane["is_logged"], lane["preempted"] = is_logged, NONE
         lane["num_sent"], lane["path_ns"] = count if clients is None else clients, path_ns
         longest = int(requests["output"].max(initial=1))

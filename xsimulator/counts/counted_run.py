@@ -50,7 +50,7 @@ def counted_run(
     if (schedule := _counted_schedule(plan)) is None:
         return None
     pool, by_use = schedule.pool, plan.admission.kv == "quantile"
-    kv = Kv(pool.kv_blocks, plan.block_size, by_use)
+    kv = Kv(pool.kv_blocks, plan.block_size, by_use, *pool.spare)
     if isinstance(schedule, policies.TwoLane):
         if prefixes is not None:
             return None
@@ -106,10 +106,8 @@ def _knows(known: frozenset[str], settings: Any) -> bool:
 def _counts_kv(plan: PlanDraft) -> bool:
     if plan.admission.kv != "quantile":
         return plan.admission.kv == "reserve"
-    mixes = plan.engine is None or plan.engine.mixes
     return (
         FORECASTS[plan.policy.kind].stations.admits_each_step
-        and mixes
         and getattr(plan.policy, "microbatches", None) == 1
         and not plan.model.is_encoder_decoder
     )

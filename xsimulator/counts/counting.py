@@ -45,6 +45,12 @@ def blocks_to_enter(s, lane, id_):
 
 
 @helper
+def fits(s, lane, id_):
+    spare = lane.spare + lane.spare_each * lane.num_inside if lane.num_inside else 0
+    return lane.reserved + blocks_to_enter(s, lane, id_) + spare <= lane.blocks
+
+
+@helper
 def next_to_enter(s, lane, it):
     if it is None:
         return next_waiting(lane)
@@ -55,14 +61,14 @@ def next_to_enter(s, lane, it):
 @helper
 def can_admit(s, lane, it=None):
     id_ = next_to_enter(s, lane, it)
-    return id_ != NONE and lane.reserved + blocks_to_enter(s, lane, id_) <= lane.blocks
+    return id_ != NONE and fits(s, lane, id_)
 
 
 @helper
 def admit(s, lane, it=None):
     """Admit and return the next waiting request, or return NONE if it cannot enter."""
     id_ = next_to_enter(s, lane, it)
-    if id_ == NONE or lane.reserved + blocks_to_enter(s, lane, id_) > lane.blocks:
+    if id_ == NONE or not fits(s, lane, id_):
         return NONE
     lane.reserved += blocks_to_enter(s, lane, id_)
     lane.num_inside += 1
@@ -167,14 +173,14 @@ def give_back(s, lane, id_, tokens, computed):
 @helper
 def make_room(s, lane, number):
     """Give every request the block for its next token. While blocks are lacking, preempt the request that entered
-    last.
+    last. Reserved blocks are never lacking.
     """
     batch = s.batches[number]
-    while (
-        lane.reserved + s.grows[batch.number, batch.iteration % s.grows.shape[1]] > lane.blocks and lane.num_inside > 1
-    ):
-        preempt(s, lane, number)
-    lane.reserved += s.grows[batch.number, batch.iteration % s.grows.shape[1]]
+    if lane.by_use:
+        at = batch.iteration % s.grows.shape[1]
+        while lane.reserved + s.grows[batch.number, at] > lane.blocks and lane.num_inside > 1:
+            preempt(s, lane, number)
+        lane.reserved += s.grows[batch.number, at]
     if lane.has_turns or lane.has_chains:
         grow(s, lane, batch, 1)
 

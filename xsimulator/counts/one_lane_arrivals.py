@@ -32,7 +32,7 @@ from xsimulator.counts.counting import (
     take_in,
 )
 from xsimulator.counts.in_time import NOT_IN_TIME, ORDERED, PAUSED, STOPPED_AT, InTime, plan
-from xsimulator.counts.turns import FOREVER, grow, next_arrival_ns
+from xsimulator.counts.turns import FOREVER, next_arrival_ns
 
 MANY = np.iinfo(np.int64).max // 2
 
@@ -165,10 +165,9 @@ def next_step(s, lane, number, step, it):
         return False
     if it is not None:
         it.counts[STOPPED_AT] = lane.end_step
-    if lane.by_use:
+    is_apart = lane.mix and lane.prompts_first
+    if not is_apart:
         make_room(s, lane, number)
-    elif lane.has_turns or lane.has_chains:
-        grow(s, lane, batch, 1)
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
         if not waits_for_others(s, lane, batch):
@@ -182,6 +181,9 @@ def next_step(s, lane, number, step, it):
     encodes = step.last_piece > step.first_piece
     mixes = lane.mix and not (encodes and lane.prompts_first)
     step.does_decode = batch.decoding > 0 and (mixes or not (encodes or batch.num_encoding > 0))
+    if is_apart and step.does_decode:
+        make_room(s, lane, number)
+        step.does_decode = batch.decoding > 0
     if not encodes and not step.does_decode:
         return False
     batch.since_encode = 0 if encodes else batch.since_encode + 1
@@ -480,6 +482,15 @@ def has_room(s, lane, batch):
 
 
 @helper
+def decodes_already(s, lane, number):
+    for i in range(lane.first_step, lane.end_step):
+        step = s.steps[i % len(s.steps)]
+        if step.batch == number:
+            return step.does_decode
+    return False
+
+
+@helper
 def settle_ahead(s, lane, step):
     if not lane.has_assumed:
         assume(s, lane, step)
@@ -497,6 +508,6 @@ def settle_ahead(s, lane, step):
         else:
             drop(s, batch, id_)
         end(s, lane, id_)
-        # The next step, which runs already, includes the request.
-        leave(s, lane, id_, 1 if request.output < request.most and batch.steps else 0)
+        # The next step, which runs already, includes the request if it decodes.
+        leave(s, lane, id_, 1 if request.output < request.most and decodes_already(s, lane, step.batch) else 0)
         id_ = request.ends_with

@@ -142,7 +142,15 @@ def pool_of(
         holds_finished=holds_finished,
         waiting=queue_of(plan, rule),
         encoder=plan.model.is_encoder_decoder,
+        spare=_spare(plan, block_size),
     )
+
+
+def _spare(plan: PlanDraft, block_size: int) -> tuple[int, int]:
+    engine = plan.engine
+    if engine is None or plan.admission.kv != "quantile" or engine.scheduler != "own":
+        return 0, 0
+    return -(-engine.spare_tokens // block_size), -(-engine.spare_tokens_each // block_size)
 
 
 def queue_of(plan: PlanDraft, rule: Rule | None = None) -> Queue:

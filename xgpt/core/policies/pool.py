@@ -44,6 +44,7 @@ class Pool(Running):
             Only for "reserve".
         encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
             the encoder cannot read output tokens.
+        spare: numbers of blocks that must stay free when a request enters beside others: in all, and for each of them.
 
     Attributes:
         forecast: predicts when running steps leave the first stage, and when tokens are due. Used only with slack.
@@ -59,6 +60,7 @@ class Pool(Running):
         holds_finished: bool = False,
         waiting: Queue | None = None,
         encoder: bool = False,
+        spare: tuple[int, int] = (0, 0),
     ) -> None:
         assert kv == "reserve" or not holds_finished
         memory = KvMemory(kv_blocks, block_size, kv, encoder=encoder, is_whole=holds_finished)
@@ -69,6 +71,7 @@ class Pool(Running):
         self.max_running = max_running
         self.holds_finished = holds_finished
         self.encoder = encoder
+        self.spare = spare
         self.forecast = LaneForecast()
 
     def fresh(self) -> Pool:
@@ -80,6 +83,7 @@ class Pool(Running):
             holds_finished=self.holds_finished,
             waiting=self.waiting.fresh(),
             encoder=self.encoder,
+            spare=self.spare,
         )
 
     def follow(self, other: Pool) -> None:
@@ -157,7 +161,9 @@ class Pool(Running):
             return False
         running, under_way = self.running, self.under_way
         overdrawn = (running[id_].table for id_ in self._overdrawn if not under_way.touches(id_))
-        return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
+        missing = self.memory.num_missing(request, (table for table in overdrawn if table is not None))
+        spare, each = self.spare
+        return missing + (spare + each * len(running) if running else 0) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
         if not self.can_admit():

@@ -108,7 +108,9 @@ class OneLaneRule:
         )
         if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
-        if not (settings.refill_when_empty and batch.encoding):  # no request decodes before all are encoded
+        may_decode_alone = settings.mix and settings.prompts_first
+        # no request of a static batch decodes before all are encoded
+        if not may_decode_alone and not (settings.refill_when_empty and batch.encoding):
             pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
@@ -122,6 +124,8 @@ class OneLaneRule:
         decode: tuple[int, ...] = ()
         mixes = settings.mix and not (encode and settings.prompts_first)
         if mixes or not (encode or batch.encoding):
+            if may_decode_alone:
+                pool.make_room(batch)
             decode = self._decodable(pool, batch)
         preempted = pool.take_preempted()
         if not encode and not decode and not preempted:

@@ -53,6 +53,11 @@ class EngineSpec(Frozen):
     """Whether requests enter as long as K/V memory is free, and the last one is preempted if memory runs out. Otherwise
     memory is reserved for each request's maximum output.
     """
+    spare_tokens: NonNegativeInt = 0
+    """If it `admits_by_use`: K/V tokens that must be free beside the prompt of a request that enters while others run.
+    """
+    spare_tokens_each: NonNegativeInt = 0
+    """Further such tokens for each request that runs."""
     batch_wait_steps: NonNegativeInt = 0
     """Largest number of steps for which prompts wait for further prompts while requests decode."""
     batch_wait_tokens: NonNegativeInt = 0
