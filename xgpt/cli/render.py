@@ -470,18 +470,19 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
 
 def decision_table(decision: Decision) -> Fitting:
     rows, below = [], []
-    for name, outcome in (("running", decision.running), ("best", decision.best)):
+    other = "best other" if decision.action == "keep" else "best"
+    for name, outcome in (("running", decision.running), (other, decision.best)):
         if outcome is not None:
             policy = outcome.policy
             settings = ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
-            kept = {None: "-", True: "kept", False: "BROKEN"}[outcome.keeps_bound]
+            holds = {None: "-", True: "yes", False: "NO"}[outcome.keeps_bound]
             rate = "-" if outcome.arrival_rate_per_s is None else f"{outcome.arrival_rate_per_s:.3f}"
-            figures = (rate, f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
+            figures = (rate, f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", holds)
             rows.append([f"{name}: {policy.kind}", *figures])
             below.append(f"{name}: {settings}")
     title = f"plans under {decision.num_requests} observed requests"
     time = "latency s" if decision.running.arrival_rate_per_s is None else "whole s"
-    return Fitting(title, ["plan", "arrivals/s", "req/s", time, "bound"], rows, below=below)
+    return Fitting(title, ["plan", "arrivals/s", "req/s", time, "holds this load"], rows, below=below)
 
 
 def calibration_notes(calibration: Calibration) -> list[str]:
