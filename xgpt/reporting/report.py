@@ -27,7 +27,7 @@ from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xscheduler.space import POLICIES, runnable
+from xscheduler.space import POLICIES, run_by, runnable
 from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
 from xsimulator.measures import Measured, quantile_of
@@ -258,7 +258,7 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.but(latency_bound_s=None)
     search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
-    for kind in runnable(POLICIES, plan.model, plan.speculation):
+    for kind in run_by(plan.engine, plan.speculation, runnable(POLICIES, plan.model), plan.policy.kind):
         if points := figures.frontier(search.candidates.spaces(kind)):
             lines.append(charts.Series(kind, [p.latency_s for p in points], [p.throughput_rps for p in points]))
     if not lines:

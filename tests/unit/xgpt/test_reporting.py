@@ -20,6 +20,7 @@ from xgpt.core.schema import Capacity, ChunkedSettings, Constraint, Histogram, P
 from xgpt.pages import charts, render
 from xgpt.reporting.plan_text import schedule_in_words
 from xgpt.reporting.report import NUM_REQUESTS, _frontier, _histogram, report
+from xgpt.resolve import load_engine
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.placement import Placement
 from xscheduler.schedule import NOT_SEARCHED, Scheduler
@@ -127,7 +128,15 @@ def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest
         _frontier(planned.best, planned.problem.profile)
         best = max(max(line.y) for line in shown[-1])
         assert best < 1.2 * planned.best.estimate.throughput_rps
-    assert {line.name for line in shown[-1]} == {"chunked", "orca"}
+    assert {line.name for line in shown[-1]} == {"chunked"}, "no engine runs orca with drafts"
+
+
+def test_curves_are_of_policies_that_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "frontier", lambda lines, *_, **__: [line.name for line in lines])
+    profile, plan = problem("llama-3.1-8b", "h200x1", "orca").profile, a_plan("chunked")
+    for engine, shown in (("sglang", ["chunked"]), ("vllm", ["chunked", "orca", "rra", "static"])):
+        named = plan.model_copy(update={"engine": load_engine(engine)})
+        assert sorted(_frontier(named, profile)) == shown  # type: ignore[call-overload]
 
 
 def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
