@@ -77,7 +77,7 @@ def summary(planned: Planned) -> Iterator[object]:
     shown = dict(planned.plans)
     for plan in planned.others:
         name = name_of(plan)
-        shown[f"{name} (2)" if name in shown else name] = plan
+        shown[f"{name}, another" if name in shown else name] = plan
     yield render.plans_table(shown)
     yield from plan_text.missing_in_words(planned.request.policy, problem, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"

@@ -118,11 +118,13 @@ def test_what_was_maximised_is_said_and_the_plan_of_the_highest_rate_is_shown() 
         at = AtLoad(rate_per_s=90, share_kept=0.57, holds=holds)
         judged = planned.told(told.but(best=told.best.but(at_load=at)))
         higher = judged.best.model_copy(update={"policy": judged.best.policy.but(max_batch=30)})
-        maximised = replace(judged, steady=(higher,))
+        maximised = replace(judged, beside=higher, steady=(higher,))
         text = "\n".join(str(part) for part in summary(maximised))
         assert f"maximised: {said}" in text if not holds else said in text
         (table,) = (part for part in summary(maximised) if isinstance(part, Fitting))
-        assert table.title.startswith("each plan's highest") and len(table.rows) == 2
+        assert table.title.startswith("each plan's highest") and [row[0] for row in table.rows][-1].endswith(
+            ", another"
+        )
 
 
 def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
