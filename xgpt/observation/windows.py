@@ -12,7 +12,7 @@ from math import ceil, inf, lgamma, log, log2
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import gammaincc
+import scipy as sp
 
 from xgpt.core.schema import Histogram, Observation, Workload
 from xgpt.core.workload import binned
@@ -198,7 +198,7 @@ class Goodput:
     def is_below(self, quantile: float) -> bool:
         count, broken = len(self._kept), len(self._kept) - sum(self._kept)
         expected = (1 - quantile) * count
-        return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
+        return count >= MIN_FINISHED and broken > expected and 1 - sp.special.gammaincc(broken, expected) < FALSE_ALARM
 
 
 def observe(
@@ -288,7 +288,7 @@ def surprise_of_shares(counted: Array, expected: Array, size: float, planned_siz
         return 0.0
     if nats > MOST_NATS:
         return nats - (freedom - 1) * log(nats) + lgamma(freedom)
-    return -log(gammaincc(freedom, nats))
+    return -log(sp.special.gammaincc(freedom, nats))
 
 
 def _divergence(shares: Array, to: Array) -> float:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
+import scipy as sp
 
 from xgpt.core.schema import EngineSpec, PlanDraft, PolicySettings
 from xsimulator.costs.curves import Array
@@ -256,4 +256,4 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
     """Return the 99th percentile of gaps as a standard normal deviate. It refers to the longest `share` of the gaps."""
-    return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))
+    return sp.special.ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

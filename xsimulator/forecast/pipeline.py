@@ -10,9 +10,11 @@ the steady state of this recursion, for a lane's kinds of stages (see LaneCost).
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr, ndtri
+import scipy as sp
 
 from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost
@@ -27,16 +29,19 @@ SQRT_2_PI = np.sqrt(2 * np.pi)
 
 def _blom(count: npt.ArrayLike) -> Array:
     n = np.maximum(np.asarray(count, float), 1.0)
-    return ndtri((n - 0.375) / (n + 0.25))
+    return sp.special.ndtri((n - 0.375) / (n + 0.25))
 
 
-_BLOM = _blom(np.arange(1025))
+@cache
+def _table() -> Array:
+    return _blom(np.arange(1025))
 
 
 def expected_max_deviate(count: npt.ArrayLike) -> Array:
     """Return the expected maximum of `count` standard normal deviates (Blom's approximation). It is 0 for one."""
     n = np.asarray(count).astype(int)
-    return _BLOM[n] if n.max() < len(_BLOM) else _blom(n)
+    table = _table()
+    return table[n] if n.max() < len(table) else _blom(n)
 
 
 class Pipeline:
@@ -177,4 +182,4 @@ def _excess(mean: Array, sd: Array) -> Array:
     """Return E[max(X, 0)] of a normal X."""
     sd = np.maximum(sd, 1e-12)
     z = mean / sd
-    return sd * (np.exp(-0.5 * z * z) / SQRT_2_PI + z * ndtr(z))
+    return sd * (np.exp(-0.5 * z * z) / SQRT_2_PI + z * sp.special.ndtr(z))

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr
+import scipy as sp
 
 from xgpt.core.policies.rule import ADJUSTMENT
 from xgpt.core.schema import PlanDraft, RraSettings
@@ -225,7 +225,7 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
     if len(lengths.inputs) == 1:
         # If all prompts have equal lengths, a phase encodes one of the two whole numbers next to the mean number.
         carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
-    strays = 2 * ndtr(stray * np.sqrt(each))
+    strays = 2 * sp.special.ndtr(stray * np.sqrt(each))
     return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
 
 

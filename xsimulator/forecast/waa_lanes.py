@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri
+import scipy as sp
 
 from xsimulator.costs.curves import Array, Table
 from xsimulator.costs.step_cost import LaneCost, TransferCost
@@ -78,7 +78,7 @@ class DecodeLane:
 
         mean = longer(tokens)
         first = step + (1 - some) * mean
-        slow = step - some * mean + longer(tokens * (1 + deviation * -ndtri(beyond)))
+        slow = step - some * mean + longer(tokens * (1 + deviation * -sp.special.ndtri(beyond)))
         return first, np.where(microbatches * some > 0.01, slow, step)
 
     def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
