@@ -21,7 +21,6 @@ import httpx
 import httpx._transports.default
 import pytest
 
-from tests.heap import set_heap_aside
 from tests.kernels import compile_all
 from tests.rings import ALL, examples, shorten
 from xgpt.core.compiled_code import set_directory
@@ -134,7 +133,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait for what other processes compile, and keep what is loaded out of the garbage collections of the tests."""
     _compile(session, wait=True)
-    set_heap_aside()
+    gc.freeze()
     gc.enable()
 
 
@@ -147,7 +146,8 @@ def _logging_as_it_was() -> Iterator[None]:
     handlers = root.handlers[:]
     yield
     for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+        if (logger := logging.getLogger(name)).level != level:  # setting one clears what all loggers remember
+            logger.setLevel(level)
     root.handlers[:] = [h for h in root.handlers if h in handlers]
 
 

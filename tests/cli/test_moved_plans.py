@@ -42,7 +42,8 @@ def local_plan(xgpt: Xgpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.setattr(measure, "profile", measured)
     lengths = Path("lengths.csv")
     lengths.write_text("input,output\n" + "20,10\n30,20\n" * 10)
-    ran = xgpt("plan", "--latency-bound", "inf", "--model", "model", "--workload", "lengths.csv", "--policy", "orca")
+    asked = ("--model", "model", "--workload", "lengths.csv", "--policy", "orca", "--objective", "saturated")
+    ran = xgpt("plan", "--latency-bound", "inf", *asked)
     assert ran.code == 0 and "warning" not in ran.out
     return Path("plan.json").absolute()
 

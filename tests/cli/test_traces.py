@@ -51,6 +51,7 @@ def test_times_have_the_unit_of_their_format(
     """A day's fleet spans the trace: two requests 2 s apart are two seconds of a day, whatever the file counts in."""
     Path(name).write_text(PUBLIC[name])
     asked = ("--model", "opt-125m", "--cluster", "v100x1", "--latency-bound", "5", "--interval", "1")
+    asked += ("--policy", "chunked")
     ran = xgpt("fleet", "--trace", name, *asked, "--json")
     assert ran.code == 0, ran.err
     assert len(json.loads(ran.out)["intervals"]) in (2, 3)

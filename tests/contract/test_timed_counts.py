@@ -75,7 +75,7 @@ class CheckedForecast(LaneForecast):
         return found
 
 
-@settings(max_examples=examples(150, 25))
+@settings(max_examples=examples(150, 12))
 @given(
     st.builds(
         Timed,
@@ -99,7 +99,7 @@ def test_counts_defer_prompts_as_the_engine_does(timed: Timed, ahead: bool) -> N
     assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
-@settings(max_examples=examples(40, 12))
+@settings(max_examples=examples(40, 6))
 @given(
     st.builds(
         Timed,

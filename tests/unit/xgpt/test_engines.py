@@ -24,7 +24,7 @@ from xprofiler import analytic
 
 pytestmark = pytest.mark.usefixtures("short_simulations")
 
-PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
+PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "azure-conv", "latency_bound_s": 16.0}
 
 
 SHIPPED = [*(f"vllm-0.{minor}" for minor in range(10, 33)), "sglang-0.5", "tensorrt-llm-1.0", "xgpt"]
@@ -88,7 +88,7 @@ def test_plans_name_the_engine_that_they_are_for() -> None:
 def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: Path) -> None:
     """What is simulated of the plan that the command line makes: whether steps mix, cut prompts, and how large."""
     path, engine_spec = tmp_path / "plan.json", load_engine(name)
-    asked = "--model llama-3.1-8b --cluster h100x8 --workload azure-conv --latency-bound 8 --objective saturated"
+    asked = "--model llama-3.1-8b --cluster h100x1 --workload azure-conv --latency-bound 8 --objective saturated"
     found = CliRunner().invoke(
         cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "--explain", "-o", str(path)]
     )

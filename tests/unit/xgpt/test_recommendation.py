@@ -27,7 +27,7 @@ from xscheduler.schedule import NOT_SEARCHED
     ("asked", "words"),
     [
         ({"model": "llama-3.1-8b", "cluster": "h100x1", "engine": "vllm"}, ()),
-        ({"model": "llama-3.1-8b", "cluster": "h100x1"}, ("own times",)),
+        ({"model": "llama-3.1-8b", "cluster": "h100x1", "policy": "chunked"}, ("own times",)),
         ({"model": "llama-3.1-8b", "cluster": "mi300x-x8", "devices": 1}, ("mi300x", "h100-80gb-hbm3")),
         ({"model": "opt-13b", "cluster": "a40x4", "fix": {"pp": 2}, "policy": "orca"}, ("pipelines",)),
         ({"model": "opt-13b", "cluster": "a40x4", "policy": "waa"}, ("prefill and decode on separate devices",)),
@@ -293,7 +293,7 @@ def test_a_surer_plan_beside_the_best_is_always_said(small: Recommendation) -> N
 
 def test_the_best_plan_is_not_offered_to_who_runs_it() -> None:
     """It was called the best plan "with other settings", 1.01 times as good as itself."""
-    asked = plan_request(cluster="h200x1", workload="azure-conv", latency_bound_s=8)
+    asked = plan_request(cluster="h200x1", workload="azure-conv", latency_bound_s=8, policy="chunked")
     found = compare(asked, "vllm serve meta-llama/Llama-3.1-8B-Instruct").recommendation
     (process,) = found.best.processes
     if found.action == "keep":
@@ -314,7 +314,7 @@ def test_a_replay_that_breaks_the_bounds_overrules_the_rate(day: str) -> None:
     asked = plan_request(
         model="Qwen/Qwen3-14B", cluster="h100x1", workload=str(path), ttft_s=1, tpot_s=0.1, engine="vllm"
     )
-    found = solve(asked).recommendation
+    found = solve(asked.but(policy="chunked")).recommendation
     load = found.best.at_load
     assert load is not None and load.rate_per_s < found.best.rate_per_s.value and load.share_kept < 0.99
     assert not load.holds and found.would_hold is not None and found.would_hold > found.best.num_devices

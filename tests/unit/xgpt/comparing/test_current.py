@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.rings import few
 from xgpt import api
 from xgpt.comparing.compare import compare
 from xgpt.comparing.launched import read_current
@@ -16,15 +17,20 @@ from xgpt.requests import plan_request
 from xgpt.solving import solve
 from xsimulator.replay import replay
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 @pytest.mark.parametrize(
     ("asked", "is_small"),
-    [
-        ({"model": "llama-3.1-8b", "cluster": "h100x1", "tpot_s": 0.01}, True),
-        ({"model": "llama-3.1-8b", "cluster": "h200x1"}, False),
-        ({"model": "qwen3-30b-a3b", "cluster": "h100x1", "tpot_s": 0.05}, False),
-        ({"model": "llama-3.1-8b", "cluster": "l40sx8", "devices": 2, "tpot_s": 0.1}, False),
-    ],
+    few(
+        [
+            ({"model": "llama-3.1-8b", "cluster": "h100x1", "tpot_s": 0.01}, True),
+            ({"model": "llama-3.1-8b", "cluster": "h200x1"}, False),
+            ({"model": "qwen3-30b-a3b", "cluster": "h100x1", "tpot_s": 0.05}, False),
+            ({"model": "llama-3.1-8b", "cluster": "l40sx8", "devices": 2, "tpot_s": 0.1}, False),
+        ],
+        2,
+    ),
 )
 def test_the_command_of_a_plan_is_the_plan(asked: dict[str, object], is_small: bool) -> None:
     """vLLM reserves memory to sample for --max-num-seqs requests. Plans counted as many as fit, up to 1% of K/V."""

@@ -43,7 +43,8 @@ def planned(case: str) -> Plan:
     devices = {"cluster": "h100x8", "devices": 2} if policy.startswith("waa") else {"cluster": "h100x1"}
     asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": 20, "objective": "saturated"}
     dtype = "float8" if case.endswith("in eight bits") else None
-    plan = xgpt.plan(**asked, **devices, engine=engine, policy=policy, dtype=dtype)
+    fix = {"encode_batch": 4} if policy.startswith("waa") else None
+    plan = xgpt.plan(**asked, **devices, engine=engine, policy=policy, dtype=dtype, fix=fix)
     return plan.model_copy(update={"checkpoint": "/weights", "replicas": 1})
 
 

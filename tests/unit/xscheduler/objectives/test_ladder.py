@@ -23,6 +23,8 @@ from xscheduler.schedule import Scheduler
 from xsimulator.measures import request_times
 from xsimulator.run import simulate
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Problem:
     asked = problem(model, cluster, workload)
