@@ -11,6 +11,7 @@ from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
 from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
+from tests.rings import ALL
 from xgpt.checkpoints import fields as config_fields
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
@@ -113,11 +114,8 @@ def their_logits(directory, family, inputs):
     return torch.cat(found)
 
 
-CASES = [
-    pytest.param(family, name, marks=() if (family, name) in SHORT else pytest.mark.long)
-    for family in FAMILIES
-    for name in fields_of(family)
-]
+CASES = [(family, name) for family in FAMILIES for name in fields_of(family)] if ALL else sorted(SHORT)
+"""All fields take every class of `transformers`, two seconds of each test process."""
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,7 @@ def test_errors_are_raised_and_nothing_is_printed(capfd: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("short_simulations")
 def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(xgpt, "plan", partial(xgpt.plan, policy="chunked"))  # six plans of all policies take seconds
     runpy.run_path(str(ROOT / "examples" / "what_if.py"))
     assert "6 s: " in capsys.readouterr().out and (tmp_path / "what_if.svg").exists()
 

@@ -22,6 +22,8 @@ from xgpt.solving import solve
 from xprofiler.ranges import cell_of, likely
 from xscheduler.schedule import NOT_SEARCHED
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 @pytest.mark.parametrize(
     ("asked", "words"),

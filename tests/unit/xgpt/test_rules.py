@@ -77,7 +77,12 @@ def test_what_a_rule_breaks_is_said(rule: type[xgpt.Rule], why: str) -> None:
 
 def test_the_inherited_rule_is_the_plan_s_and_another_order_is_another_schedule() -> None:
     plan = xgpt.plan(
-        model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8, objective="saturated"
+        model="llama-3.1-8b",
+        cluster="h200x1",
+        workload="azure-conv",
+        latency_bound_s=8,
+        objective="saturated",
+        policy="chunked",
     )
     own, inherited, longest = (
         xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=40, rule=rule).steps

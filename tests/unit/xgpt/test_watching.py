@@ -106,7 +106,7 @@ def watched(plan: Plan, engine: Engine, readings: int, start: int = 0, watcher: 
 
 
 def test_an_hour_in_which_nothing_happens_has_no_alarm(plan: Plan) -> None:
-    assert watched(plan, Engine(), examples(720, 240))[1] is None
+    assert watched(plan, Engine(), examples(720, 120))[1] is None
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "dynamo"])

@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("cluster", few(CLUSTERS, 2))
+@pytest.mark.parametrize("cluster", few(CLUSTERS))
 def test_every_shipped_model_has_an_analytic_profile(cluster: str) -> None:
     devices = load_cluster(cluster)
     for model in config_names("models"):

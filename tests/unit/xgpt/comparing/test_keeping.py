@@ -33,6 +33,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import NOT_SEARCHED
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_where_the_best_plan_needs_xgpts_scheduler_the_engines_own_are_tried(tmp_path: Path) -> None:
     """A plan in orca kept 11% of a log, and nothing else was tried; vLLM's defaults kept 53% on the same devices."""
     rng = np.random.default_rng(5)
@@ -89,6 +90,7 @@ def test_of_as_many_devices_the_surest_copies_are_offered() -> None:
     assert sure._replace(confidence=0.94).rank(0.9) == sure.rank(0.9), "both are said to hold it in 9 of 10 cases"
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_replicas_are_added_one_by_one() -> None:
     """Two replicas on 8 devices were offered as 16 devices, where three would do."""
     request = plan_request(model="llama-3.1-8b", cluster="h100x8", workload="azure-conv", latency_bound_s=8)
@@ -142,6 +144,7 @@ def test_a_number_of_devices_that_is_not_sure_enough_is_replayed_too() -> None:
     assert judged.confidence == 0 and judged.why_not.startswith("only 97.0% of the log's requests")
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_shape_that_holds_a_load_more_surely_comes_first() -> None:
     """Six devices were chosen, on which the plan of the highest rate holds a load in 8 of 10 cases, as TP4 on four of
     them did, which stood beside it as the next best.

@@ -492,7 +492,7 @@ from pathlib import Path
 from xgpt.core.errors import InputError
 from xrunner.server.api import directory
 
-directory.MOST_TRIAL_S = 0.3
+directory.MOST_TRIAL_S = 0.1
 for path in sys.argv[1:]:
     try:
         directory.read_tokenizer(Path(path))
