@@ -38,7 +38,7 @@ from xscheduler.fleet.planning import FleetCluster, FleetModel, kept_by_interval
 from xscheduler.fleet.replica_kinds import Candidate
 from xscheduler.fleet.scaling import Follower, Scaling
 from xscheduler.found import Found
-from xscheduler.objectives.best_plans import check_held, found_each
+from xscheduler.objectives.best_plans import check_held, found_each, kinds_of
 from xscheduler.objectives.capacities import mixing_edge, predicted_rate, with_capacities, with_capacity
 from xscheduler.objectives.reusing import FindEach, with_reuse
 from xscheduler.objectives.saturation import with_simulated_figures
@@ -318,6 +318,7 @@ def _with_best_draft(
     most, plans_of = problem.speculation, _find_each(request, progress)
     if most is None or request.speculative_tokens is not None:
         return problem, known or plans_of(problem), {}
+    kinds_of(problem, request.policy, request.order)  # raises before the search without drafts, which takes seconds
     best, found, failed = 0, dict[int, tuple[Problem, dict[str, Found]]](), None
     ahead: dict[int, float] = {}
     for tokens in range(most.tokens + 1):

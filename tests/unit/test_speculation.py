@@ -159,6 +159,7 @@ def test_platforms_start_the_engine_with_the_draft(plan: Plan) -> None:
     assert any("speculative-config" in text for name, text in files.items() if name != "plan.json")
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_draft_has_no_order_of_xgpts_scheduler() -> None:
     """With a bound on TTFT, in-time was chosen: the command was `xgpt serve`, which refuses drafts."""
     drafted = {"speculative": "eagle3", "acceptance": (0.7,), "draft_model": "a/b", "workload": "azure-code"}
@@ -228,7 +229,8 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match=says):
+        patch.setattr("xgpt.solving.found_each", None)  # before any search
         api.solve(**ASKED | asked)
 
 
