@@ -32,7 +32,10 @@ pytestmark = pytest.mark.usefixtures("short_simulations")
         ({"model": "llama-3.1-8b", "cluster": "h100x1", "policy": "chunked"}, ("own times",)),
         ({"model": "llama-3.1-8b", "cluster": "mi300x-x8", "devices": 1}, ("mi300x", "h100-80gb-hbm3")),
         ({"model": "opt-13b", "cluster": "a40x4", "fix": {"pp": 2}, "policy": "orca"}, ("pipelines",)),
-        ({"model": "opt-13b", "cluster": "a40x4", "policy": "waa"}, ("prefill and decode on separate devices",)),
+        (
+            {"model": "opt-13b", "cluster": "a40x4", "policy": "waa", "fix": {"encode_batch": 4}},
+            ("prefill and decode on separate devices",),
+        ),
     ],
 )
 def test_what_no_measurement_checks_is_said(asked: dict[str, object], words: tuple[str, ...]) -> None:

@@ -115,7 +115,8 @@ def test_a_rule_is_found_by_its_name() -> None:
 
 
 def test_two_lanes_have_no_rule_of_one_s_own() -> None:
-    plan = xgpt.plan(model="opt-13b", cluster="a40x4", latency_bound_s=8, policy="waa", objective="saturated")
+    asked = {"model": "opt-13b", "cluster": "a40x4", "latency_bound_s": 8, "objective": "saturated"}
+    plan = xgpt.plan(**asked, policy="waa", fix={"encode_batch": 2})
     with pytest.raises(InputError, match="waa has two lanes"):
         xgpt.simulate(plan, num_requests=10, rule=OURS)
 

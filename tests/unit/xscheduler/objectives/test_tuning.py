@@ -115,7 +115,7 @@ def test_shares_of_lengths_that_a_file_rounds_are_planned(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("short_simulations")
 def test_a_plan_with_slack_needs_its_bound_and_times() -> None:
-    plan = planned(policy="chunked", order="fcfs").best
+    plan = planned(policy="chunked", order="fcfs", objective="saturated").best
     slack = plan.policy.model_copy(update={"slack": SlackBudget(least_tokens=1, most_tokens=2)})
     with pytest.raises(ValueError, match="slack: it needs"):
         Plan.model_validate(plan.model_dump() | {"policy": slack.model_dump()})
