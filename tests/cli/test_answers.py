@@ -80,7 +80,7 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert re.match(r"Run llama-3.1-8b: chunked, TP1 on 1 x h100-80gb-hbm3, vLLM", text), "the fewest that hold the log"
     assert re.search(r"Your load: 2(\.\d+)?/s at its busiest \(\+\d+:\d\d", text)
-    assert "replayed, it keeps the bounds for all of 500 requests" in text and "Devices: 1" in text
+    assert "replayed, it keeps the bounds for all of 500 requests" in text and "Devices tried: 1" in text
     plan = load_json(Path("plan.json"), Plan, "plan")
     assert plan.recommendation is not None and plan.recommendation.best.num_devices == plan.num_devices == 1
     assert plan.recommendation.best.rate_per_s.value == rate_of(plan)

@@ -409,7 +409,7 @@ def _would_change(
     elif low is not None and low <= 0 < offer.rate_per_s.value:
         found.append("steps as slow as the slowest of earlier predictions: then no rate keeps the bounds")
     each = None if gain is None else gain.per_device or gain.factor
-    if gain is not None and gain.worst and each is not None and (each.low or 1) < 1:
+    if gain is not None and gain.worst and each is not None and (each.low or 1) < 1 <= each.value:
         found.append(f"{gain.worst}: then it serves less for each device than what runs now")
     if (edge := plan.estimate.mixing_edge) is not None:
         now = 0.0 if plan.engine is None else plan.engine.mixing

@@ -124,7 +124,8 @@ def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float)
         return Judged(0.0, why, kept_per_s=rate)
     if (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
         worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
-        return Judged(0.0, f"only {kept.share:.1%} of the log's requests keep the bounds{worst}", kept_per_s=rate)
+        why = f"the plan of the highest rate keeps the bounds for only {kept.share:.1%} of the log's requests{worst}"
+        return Judged(0.0, why, kept_per_s=rate)
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
 

@@ -145,13 +145,13 @@ def _sentences(
         yield ALWAYS, "; ".join(filter(None, (text, _replayed(now, wanted)))) + "."
     is_unsure = load is not None and load.holds and (load.confidence or 1.0) < (found.wanted or 0.0)
     if found.sizes:
-        what = "Devices (best plan on each number)" if keeps else "Devices"
+        what = "Devices tried (best plan on each number)" if keeps else "Devices tried"
         yield 8 if is_unsure else 7, f"{what}: {_sizes(found.sizes)}."
     if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
         yield (5 if by_share else SPARED), f"{gain_in_words(found)}."
     if load is not None and load.holds and would:
-        yield ALWAYS, f"{would.replace(' would', ' would hold it', 1)}."
+        yield ALWAYS, f"{would[0].upper()}{would[1:].replace(' would', ' would hold it', 1)}."
     elif is_unsure:
         yield 8, "No number of copies found holds it as surely as wanted."
     if found.runner_up is not None and _keeps_any(found.runner_up):
@@ -246,7 +246,7 @@ def _devices(found: Recommendation) -> str:
 
 
 def _would_hold(found: Recommendation, this: str = "this plan") -> str:
-    """Return how many devices would hold the load as surely as wanted, or ""."""
+    """Return which copies would hold the load as surely as wanted, and on how many devices, or ""."""
     offers = {"best": found.best, "rejected": found.rejected, "runner_up": found.runner_up, "steady": found.steady}
     of = offers[found.would_hold_of]
     if not found.would_hold or of is None:
@@ -260,11 +260,11 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
     # of what runs, nobody asks; of the plan to run, the answer says what is not verified
     unsaid = "" if set(of.unverified) <= set(found.best.unverified) else " (not verified)"
     copies, rest = divmod(found.would_hold, of.num_devices)
-    several = f"as {copies} copies of {name}"
+    several = f"{copies} copies of {name}"
     if rest:
         more = f"{found.would_hold_replicas} replicas"
-        several = f"as {REPLICAS.sub(more, name, 1)}" if REPLICAS.search(name) else f"with {more} as in {name}"
-    return f"{found.would_hold} would{sure}, {several}{unsaid}"
+        several = REPLICAS.sub(more, name, 1) if REPLICAS.search(name) else f"{more} as in {name}"
+    return f"{several}{unsaid}, on {found.would_hold} devices, would{sure}"
 
 
 def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
@@ -295,6 +295,7 @@ def _answer(found: Recommendation, *, is_brief: bool) -> Iterator[str]:
         yield f"Keep what runs now, {what}: {why}."
         return
     start = "Run " + found.model + ":" if found.action == "run" else "Change to"
+    start = "The plan for these bounds:" if found.nearest and found.action == "run" else start
     lost = [each for each in (best, found.now) if each is not None and each.at_load and not each.at_load.holds]
     why = "" if is_brief and lost else why  # the first sentences have said so
     joint = ": " if why else ". " if best.unverified else ""

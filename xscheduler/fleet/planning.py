@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from xscheduler.fleet.replica_counts import (
     DeviceLimit,
     FleetProblem,
     FleetSolution,
+    constant_fleets,
     cost_of,
     least_costs,
     solve_constant,
@@ -112,14 +114,23 @@ def plan_day(
     solution = solve_fleet(problem)
     planning_s = time.perf_counter() - started
     constraint = found[0].kind.plan.constraint
-    factor, solution, times = _settled(model, problem, solution, constraint.quantile, interval_s)
-    problem = replace(problem, needs=factor * intervals.peaks)
-    # What follows raises the load where requests would be late: of those loads, an optimum would be no bound.
-    optimum, least_cost = (1 - solution.gap) * solution.cost, float(least_costs(problem).sum())
-    if slo_window == "interval":
-        problem, solution, times = _repaired(model, problem, solution, times, interval_s)
-    constant = solve_constant(problem)
-    constant_times = model.simulate(constant.replicas, interval_s)
+    constant = _constant(model, problem, interval_s, slo_window)
+    try:
+        factor, solution, times = _settled(model, problem, solution, constraint.quantile, interval_s)
+        problem = replace(problem, needs=factor * intervals.peaks)
+        # What follows raises the load where requests would be late: of those loads, an optimum would be no bound.
+        optimum, least_cost = (1 - solution.gap) * solution.cost, float(least_costs(problem).sum())
+        if slo_window == "interval":
+            problem, solution, times = _repaired(model, problem, solution, times, interval_s)
+    except InfeasibleError as error:
+        if constant is not None:
+            counts = zip(constant[0].replicas[0].tolist(), kinds, strict=True)
+            words = " and ".join(f"{count} {kind.name}" for count, kind in counts if count)
+            error.args = (f"{error}, or run {words} all day, which keep the bounds",)
+        raise
+    if constant is None:
+        whole = solve_constant(problem)
+        constant = whole, model.simulate(whole.replicas, interval_s)
     return FleetPlan(
         name=day.name,
         constraint=constraint,
@@ -135,8 +146,8 @@ def plan_day(
         intervals=_intervals(model, solution.replicas, times),
         planned=figures_of(model, problem, solution.replicas, times),
         constant=ConstantFleet(
-            replicas=tuple(constant.replicas[0].tolist()),
-            figures=figures_of(model, problem, constant.replicas, constant_times),
+            replicas=tuple(constant[0].replicas[0].tolist()),
+            figures=figures_of(model, problem, constant[0].replicas, constant[1]),
         ),
         least_cost=least_cost,
         gap=max(0.0, 1 - optimum / solution.cost) if solution.cost else 0.0,
@@ -180,6 +191,21 @@ def _candidates(
         assert why is not None
         raise why
     return found, limits
+
+
+def _constant(
+    model: FleetModel, problem: FleetProblem, interval_s: float, slo_window: SloWindow
+) -> tuple[FleetSolution, RequestTimes] | None:
+    """Return the cheapest fleet that is the same in all intervals and keeps the bounds, or None if none of those that
+    are tried does.
+    """
+    quantile = model.candidates[0].kind.plan.constraint.quantile
+    with suppress(InfeasibleError):
+        for found in islice(constant_fleets(replace(problem, needs=model.intervals.peaks)), MOST_TRIED):
+            times = model.simulate(found.replicas, interval_s)
+            if share_kept(model, times) >= quantile and (slo_window == "day" or not _broken(model, times)[0].any()):
+                return found, times
+    return None
 
 
 def _settled(

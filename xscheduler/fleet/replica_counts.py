@@ -15,6 +15,7 @@ branch and bound.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,14 +192,23 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
 
 def solve_constant(problem: FleetProblem) -> FleetSolution:
     """Return the fleet with the lowest cost among those that are the same in all intervals."""
+    return next(constant_fleets(problem))
+
+
+def constant_fleets(problem: FleetProblem) -> Iterator[FleetSolution]:
+    """Yield the fleets that are the same in all intervals: the cheapest and, if they can be counted, all others by
+    their cost.
+    """
     _check(problem)
     count, kinds = problem.rates.shape
     if (states := _states(problem, MOST_CONSTANT)) is not None:
         states = states[_held(problem, states).all(axis=0)]
         if not len(states):
             raise _not_held(problem)
-        replicas = np.tile(states[(states @ problem.prices).argmin()], (count, 1))
-        return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
+        for each in states[(states @ problem.prices).argsort(kind="stable")]:
+            replicas = np.tile(each, (count, 1))
+            yield FleetSolution(replicas, cost_of(problem, replicas), 0.0)
+        return
     constraints = [
         sp.optimize.LinearConstraint(*_shares(problem), np.inf),
         sp.optimize.LinearConstraint(np.ones((1, kinds)), problem.least),
@@ -216,7 +226,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
     if found.x is None:
         raise _not_held(problem)
     replicas = np.tile(np.round(found.x).astype(int), (count, 1))
-    return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
+    yield FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
 
 
 def least_costs(problem: FleetProblem) -> Array:
@@ -241,7 +251,8 @@ def _check(problem: FleetProblem) -> None:
 def _not_held(problem: FleetProblem) -> InfeasibleError:
     limits = " and ".join(str(limit.most) for limit in problem.limits)
     return InfeasibleError(
-        f"devices: {limits} devices cannot serve the peak of {problem.needs.max():.4g} requests/s; allow more",
+        f"devices: {limits} devices cannot serve {problem.needs.max():.4g} requests/s, the day's peak with what keeps "
+        "its requests in time: allow more",
         binding="devices",
     )
 

@@ -85,7 +85,7 @@ def test_one_decision_names_all_devices_and_what_runs_now(told: Recommendation) 
     assert len(said) <= 15 and max(map(len, said)) <= 80
     assert re.match(r"Yours keeps the bounds for \S+ of [\d,]+ requests", said[0])
     text = " ".join(" ".join(words.told(told, explained=True)).split())
-    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices: ")[1].partition(". ")[0])
+    numbers = re.findall(r"(?<![\d.])\d(?= | or)", text.split("Devices tried: ")[1].partition(". ")[0])
     assert str(told.sizes[-1].num_devices) in numbers and " on " in text.split("of optimal")[1][:12]
     assert told.gain is not None and told.gain.then == pytest.approx(told.gain.now * told.gain.factor.value)
     first = told.rejected or told.best
@@ -119,13 +119,15 @@ def test_a_command_that_several_machines_run_alike_is_printed_once(small: Recomm
     said = lines(found, most=None)
     text = " ".join(" ".join(said).split())
     assert text.count("vllm serve") == 1 and "on each of 3 machines" in text
-    assert "; 40 would in 9 of 10 cases, as" in text
+    assert ", on 40 devices, would in 9 of 10 cases." in text
     unsure = at.but(holds=True, share_kept=0.99, confidence=0.8)
     short = " ".join(" ".join(lines(found.but(best=same.but(at_load=unsure)))).split())
-    assert "40 would hold it in 9 of 10 cases" in short, "what is not sure enough needs this more than its warnings"
+    assert "on 40 devices, would hold it in 9 of 10 cases" in short, (
+        "what is not sure enough needs this more than its warnings"
+    )
     enough = at.but(share_kept=0.9982, worst_window="21:15 to 21:30", worst_share_kept=0.97)
     only = " ".join(" ".join(lines(found.but(best=same.but(at_load=enough)), most=None)).split())
-    assert "holds your load; 40" in text and "holds your load in each window; 40" in only
+    assert "holds your load; 40 copies" in text and "holds your load in each window; 40 copies" in only
     unlike = same.but(
         processes=(Process(command=command, port=8000),) * 3 + (Process(command="vllm serve m", port=8000),)
     )
@@ -230,14 +232,14 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     lost = small.best.but(at_load=AtLoad(rate_per_s=99, num_requests=10**6, share_kept=0.4, holds=False))
     found = small.but(best=lost, would_hold=2, would_hold_confidence=0.91)
     text = " ".join(" ".join(lines(found, most=None)).split())
-    assert "; 2 would in 9 of 10 cases, as 2 copies of the plan below. Run" in text
+    assert "; 2 copies of the plan below, on 2 devices, would in 9 of 10 cases. Run" in text
     orca = lost.but(name="orca, TP1", settings="max_batch 8", needs_xgpt=True)
     text = " ".join(" ".join(lines(found.but(steady=orca, would_hold_of="steady"), most=None)).split())
-    assert "as 2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler." in text
+    assert "2 copies of orca, TP1 (max_batch 8), with xgpt's scheduler, on 2 devices, would" in text
     several = orca.but(name="orca, 4 replicas of TP1", settings="max_batch 8, 4 x [1 1]", num_devices=8)
     nine = found.but(steady=several, would_hold_of="steady", would_hold=18, would_hold_replicas=9)
     text = " ".join(" ".join(lines(nine, most=None)).split())
-    assert "as orca, 9 replicas of TP1 (max_batch 8), with" in text, "its brackets had the four of the plan"
+    assert "; orca, 9 replicas of TP1 (max_batch 8), with" in text, "its brackets had the four of the plan"
 
 
 def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recommendation) -> None:
@@ -324,7 +326,7 @@ def test_a_replay_that_breaks_the_bounds_overrules_the_rate(day: str) -> None:
     assert load is not None and load.rate_per_s < found.best.rate_per_s.value and load.share_kept < 0.99
     assert not load.holds and found.would_hold is not None and found.would_hold > found.best.num_devices
     said = " ".join(lines(found, 1000))
-    assert f"No schedule found on your 1 device holds your load; {found.would_hold} would" in said
+    assert f"No schedule found on your 1 device holds your load; {found.would_hold} copies of" in said
     assert "held in" not in said
 
 

@@ -61,6 +61,22 @@ def test_a_share_that_no_factor_keeps_is_refused(monkeypatch: pytest.MonkeyPatch
         settled(monkeypatch, 10**6)
 
 
+def test_a_constant_fleet_has_no_more_than_what_keeps_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It served the peak times the factor of a fleet that follows the load: 4 devices where 3 kept the bounds."""
+    monkeypatch.setattr(planning, "share_kept", lambda model, share: share)
+    constraint = SimpleNamespace(quantile=0.99)
+    kind = SimpleNamespace(kind=SimpleNamespace(plan=SimpleNamespace(constraint=constraint)))
+    simulated: Any = lambda replicas, interval_s: 1.0 if replicas.max() >= 7 else 0.5  # noqa: E731
+    model: Any = SimpleNamespace(
+        intervals=SimpleNamespace(peaks=np.asarray([6.5])), candidates=[kind], simulate=simulated
+    )
+    problem = FleetProblem(np.asarray([1.5 * 6.5]), np.ones((1, 1)), np.ones(1), np.ones(1), np.ones(1))
+    found = planning._constant(model, problem, 60.0, "day")
+    assert found is not None and found[0].replicas.tolist() == [[7]]
+    monkeypatch.setattr(planning, "share_kept", lambda *_: 0.5)
+    assert planning._constant(model, problem, 60.0, "day") is None
+
+
 @pytest.mark.long
 def test_a_replica_has_as_many_devices_as_serve_more_than_smaller_ones_together() -> None:
     """Six devices as three stages of two serve more than replicas of two and four: powers of two missed them."""

@@ -173,5 +173,5 @@ def test_a_load_of_hardly_anything_needs_a_replica() -> None:
 def test_a_load_that_the_devices_cannot_hold_is_refused() -> None:
     limit = DeviceLimit((0,), (2,), 3)
     day = FleetProblem(np.asarray([2.0]), np.ones((1, 1)), np.ones(1), np.ones(1), np.ones(1), limits=(limit,))
-    with pytest.raises(InfeasibleError, match="3 devices cannot serve the peak of 2 requests/s"):
+    with pytest.raises(InfeasibleError, match="3 devices cannot serve 2 requests/s, the day"):
         solve_fleet(day)
