@@ -191,7 +191,7 @@ def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) ->
     if encoder is not None:  # prompts go through the encoder only; the decoder reads its output by cross-attention
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)
-    longest = "contexts up to {:.0f} tokens (longest input and longest output)"
+    longest = "contexts up to {:.0f} tokens (longest input with longest output, within the model's context)"
     for name, value, last in (
         ("a step of {:.0f} tokens", tokens, most_tokens),
         ("a decode batch of {:.0f} requests", decode_batch, layer.decode_attention.batches[-1]),
