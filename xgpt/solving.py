@@ -207,7 +207,10 @@ def _planned(
         nearest = resolved.problem.under(asked.but(**error.nearest))
         if progress is not None:  # the search's own lines would read as those of the bounds that were asked
             progress(0, 1, "searching the plan that keeps most of the load, under the nearest bounds")
-        planned = _found(request, _Resolved(nearest), load, trace, None, asked)
+        try:
+            planned = _found(request, _Resolved(nearest), load, trace, None, asked)
+        except InfeasibleError:  # the user asked for other bounds than these
+            raise error from None
         # A plan for the nearest bounds may keep those that were asked, too.
         rates = map(rate_of, (planned.best, *planned.others))
         is_kept = _is_at_any_rate(error) and max(rates) > 0

@@ -108,7 +108,7 @@ def _by_steps(
 ) -> Simulated:
     longest, spans, (own, part) = workload.output.lengths[-1], list[Span](), parts[0]
     measured, steps = run_replica(plan, profile, workload, part, len(own), spans.append, rule)
-    check_known(profile, steps)
+    check_known(plan, profile, steps)
     found = [(own, _from_arrival(plan, times_of(plan, steps, len(own), part.output), part.input[: len(own)]))]
     found += [(own, _stepwise(plan, profile, part, longest, len(own), rule)) for own, part in parts[1:]]
     measured = replace(measured, num_requests=count)

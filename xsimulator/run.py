@@ -14,7 +14,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.load import NO_GROWTH, Growth, KeptByWindow, LogLoad
 from xgpt.core.policies import Rule, Schedule
-from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
+from xgpt.core.schema import ChunkedSettings, JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.turns import Chains, TraceSessions
@@ -165,7 +165,7 @@ def run_simulation(
     else:
         requests = _drawn(plan, lengths, num_requests, rng, arrivals)
     measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append, rule)
-    check_known(profile, steps)
+    check_known(plan, profile, steps)
     times = None
     if arrivals is not None:
         times = times_of(plan, steps, num_requests, requests.output).later(plan.request_path_s)
@@ -173,10 +173,13 @@ def run_simulation(
     return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
 
 
-def check_known(profile: Profile, steps: Sequence[StepRecord]) -> None:
-    """Raise InputError if a step decodes more requests than the profile has times for: no search plans such a step."""
+def check_known(plan: PlanDraft, profile: Profile, steps: Sequence[StepRecord]) -> None:
+    """Raise InputError if a step decodes more requests than the profile has times for. A chunked plan, such as one of
+    what runs now, may allow them, and then warns of extrapolated times.
+    """
+    most = plan.policy.most_running if isinstance(plan.policy, ChunkedSettings) else 0
     largest = max((len(step.decode) for step in steps), default=0)
-    if largest > profile.largest_batch:
+    if largest > max(profile.largest_batch, most):
         raise InputError(
             "plan",
             f"a step that decodes {largest} requests",

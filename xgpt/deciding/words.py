@@ -236,7 +236,7 @@ def _never_kept(found: Recommendation) -> str:
     is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
     if is_alike:  # one alone may be tighter
         return f"{text}; each bound {max(factors):.3g} times as long can be kept: {nearest}"
-    return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} that one keeps: {nearest}"
+    return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} found that one keeps: {nearest}"
 
 
 def _devices(found: Recommendation) -> str:

@@ -382,10 +382,11 @@ class Arrivals(Objective[PlanDraft]):
             if not constraint.bounds_latency:
                 return True
             under = Arrivals(self.scheduler.under(constraint), self.finish)
-            plans = (pair for kind in own for pair in under.of_kind(kind, 1))
+            plans = (pair for kind in own for pair in under.of_kind(kind, MOST_TRIED))
             profile = self.scheduler.problem.profile
             ranked = sorted(plans, key=lambda pair: -pair[1])
-            return any(CapacitySearch(self.finish(plan), profile, rate).rate > 0 for plan, rate in ranked)
+            searches = (CapacitySearch(self.finish(plan), profile, rate) for plan, rate in ranked)
+            return any(search.rate > 0 and search.lasting.rate > 0 for search in searches)
 
         return never_kept(self.scheduler, kinds, keeps, self.progress)
 

@@ -50,7 +50,7 @@ def never_kept(
     nearest = found.bounds
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
-    can_be = "the nearest bound that can be kept is"
+    can_be = "the nearest bound found that can be kept is"
     if len(nearest) > 1:
         can_be = f"each bound {max(nearest[name] / given[name] for name in nearest):.3g} times as long can be kept:"
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"

@@ -50,7 +50,7 @@ def test_bounds_that_are_loosened_together_are_not_called_the_nearest() -> None:
     assert said in str(refusal) and "nearest" not in str(refusal) + refusal.reason
     assert refusal.nearest_bound_s is None and refusal.nearest["tpot_s"] == pytest.approx(0.02, rel=0.011)
     alone = never_kept(scheduler, ["chunked"], lambda tried: (tried.ttft_s or 9) >= 0.5)  # type: ignore[arg-type]
-    assert "the nearest bound that can be kept is `ttft_s=0.50" in str(alone)
+    assert "the nearest bound found that can be kept is `ttft_s=0.50" in str(alone)
 
 
 def test_the_nearest_bounds_are_kept_by_a_policy_that_the_engine_runs_by_itself() -> None:
