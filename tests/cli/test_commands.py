@@ -94,7 +94,7 @@ def test_an_impossible_bound_names_the_nearest_which_works(xgpt: Xgpt, command: 
     asked = (command, *PROBLEM, *(("--policy", "orca") if command == "plan" else ()), "--latency-bound")
     line = xgpt.fails(1, *asked, "0.01")
     assert "infeasible: --latency-bound" in line
-    match = re.search(r"nearest bound that can be kept is ([\d.]+) s", line)
+    match = re.search(r"nearest bound found that can be kept is ([\d.]+) s", line)
     assert match is not None
     assert xgpt(*asked, match[1]).code == 0
 

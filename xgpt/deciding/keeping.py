@@ -1,13 +1,14 @@
 """Where the best schedule does not hold a log, find the one that keeps the bounds for most of its requests.
 
 A schedule of the highest rate within the bounds runs small batches, so that queues grow where more arrive. Schedules
-for looser bounds keep less of a steady load, but more of such a log.
+for looser bounds, or with larger batches, keep less of a steady load, but more of such a log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from math import ceil
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import PlanDraft
@@ -19,10 +20,13 @@ from xscheduler.objectives.best_plans import found_each, kinds_of
 from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
 from xsimulator.forecast import TUNED
 
 LOOSER = (1.5, 2.0, None)
 """Factors on all bounds. None means no bounds."""
+LARGER = 1.5
+"""Factor on batches that are tried beside those whose K/V fits 99.9% of the time."""
 
 
 def keeping_most(
@@ -38,7 +42,8 @@ def keeping_most(
     given = [first.draft, *(() if beside is None else (beside,))]
     pinned = first.draft.pinned
     shapes = [draft.but(pinned=pinned) for draft in first.other_shapes]  # that of the highest rate may keep least
-    tried = [*given, *shapes, *_for_looser_bounds(first, problem)]
+    each = {(Placement.of(draft).degrees, draft.replicas, draft.policy): draft for draft in [*given, *shapes]}
+    tried = [*each.values(), *_for_looser_bounds(first, problem), *_with_larger_batches(each.values(), problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
     shape = Placement.of(best).degrees, best.replicas
@@ -55,6 +60,19 @@ def keeping_most(
 def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
     kept = load.kept(plan, problem.profile)
     return 0.0 if kept is None else kept.share
+
+
+def _with_larger_batches(drafts: Iterable[PlanDraft], problem: Problem) -> Iterator[PlanDraft]:
+    """Yield the schedules of an engine's own scheduler with larger batches, with which requests may be preempted."""
+    search, engine = scheduler(problem), problem.engine
+    for draft in drafts:
+        if engine is None or not engine.admits_by_use or draft.policy.kind != "chunked":
+            continue
+        settings = draft.policy.but(max_batch=ceil(LARGER * draft.policy.max_batch))
+        larger: PlanDraft = search.score(settings, Placement.of(draft), admits_by_use=True)
+        larger = larger.but(constraint=draft.constraint, pinned=draft.pinned)
+        larger = larger.but(admission=larger.admission.but(max_running=None))
+        yield rated(larger.with_estimate(capacity=None), problem.profile)
 
 
 def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:

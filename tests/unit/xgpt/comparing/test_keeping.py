@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from xgpt.cli.run import summary
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow
 from xgpt.core.schema import Pinned
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding import keeping, sizing
 from xgpt.deciding.keeping import keeping_most, share_kept
@@ -73,6 +74,7 @@ def test_a_plan_of_a_higher_rate_remains_for_copies(monkeypatch: pytest.MonkeyPa
     loose = beside.but(admission=beside.admission.but(patience=9.0))
     shares = {id(first.draft): 0.4, id(beside): 0.5, id(loose): 0.6}
     monkeypatch.setattr(keeping, "_for_looser_bounds", lambda *_: [loose])
+    monkeypatch.setattr(keeping, "_with_larger_batches", lambda *_: [])
     monkeypatch.setattr(keeping, "share_kept", lambda draft, *_: shares[id(draft)])
 
     class Load:
@@ -80,6 +82,18 @@ def test_a_plan_of_a_higher_rate_remains_for_copies(monkeypatch: pytest.MonkeyPa
 
     found, other, steady = keeping_most({"orca": first}, beside, problem, Load())  # type: ignore[arg-type]
     assert next(iter(found.values())).draft is loose and other is first.draft and steady == (beside,)
+
+
+def test_larger_batches_than_always_fit_are_tried_where_the_engine_preempts() -> None:
+    """Compare changed to what kept less of a log than the plan of the day before, with 23 requests at once, not 15."""
+    asked = {"model": "opt-13b", "cluster": "a40x4", "ttft_s": 2.0, "latency_bound_s": None, "policy": "chunked"}
+    problem = resolve(plan_request(**asked, engine="vllm"))
+    draft = next(iter(found_each(problem, "chunked").values())).draft
+    (larger,) = keeping._with_larger_batches([draft], problem)
+    assert larger.policy.max_batch == ceil(1.5 * draft.policy.max_batch) and larger.admission.max_running is None
+    assert larger.policy.token_budget == draft.policy.token_budget and rate_of(larger) > 0
+    assert by_itself(larger.proven(NOT_SEARCHED)) and larger.constraint == draft.constraint
+    assert not list(keeping._with_larger_batches([draft], replace(problem, engine=None)))
 
 
 def test_of_as_many_devices_the_surest_copies_are_offered() -> None:
