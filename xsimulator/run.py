@@ -14,7 +14,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.load import NO_GROWTH, Growth, KeptByWindow, LogLoad
 from xgpt.core.policies import Rule, Schedule
-from xgpt.core.schema import ChunkedSettings, JointLengths, PlanDraft, Profile, Workload
+from xgpt.core.schema import JointLengths, PlanDraft, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.turns import Chains, TraceSessions
@@ -174,12 +174,11 @@ def run_simulation(
 
 
 def check_known(plan: PlanDraft, profile: Profile, steps: Sequence[StepRecord]) -> None:
-    """Raise InputError if a step decodes more requests than the profile has times for. A chunked plan, such as one of
-    what runs now, may allow them, and then warns of extrapolated times.
+    """Raise InputError if a step decodes more requests than the profile has times for. The plan of what runs now may
+    allow them, and then warns of extrapolated times.
     """
-    most = plan.policy.most_running if isinstance(plan.policy, ChunkedSettings) else 0
     largest = max((len(step.decode) for step in steps), default=0)
-    if largest > max(profile.largest_batch, most):
+    if largest > max(profile.largest_batch, getattr(plan.policy, "most_running", 0)):
         raise InputError(
             "plan",
             f"a step that decodes {largest} requests",

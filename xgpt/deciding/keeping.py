@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from math import ceil
+from typing import Any
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import PlanDraft
@@ -66,9 +67,10 @@ def _with_larger_batches(drafts: Iterable[PlanDraft], problem: Problem) -> Itera
     """Yield the schedules of an engine's own scheduler with larger batches, with which requests may be preempted."""
     search, engine = scheduler(problem), problem.engine
     for draft in drafts:
-        if engine is None or not engine.admits_by_use or draft.policy.kind != "chunked":
+        policy: Any = draft.policy
+        if engine is None or not engine.admits_by_use or not hasattr(policy, "most_running"):
             continue
-        settings = draft.policy.but(max_batch=ceil(LARGER * draft.policy.max_batch))
+        settings = policy.but(max_batch=ceil(LARGER * policy.max_batch))
         larger: PlanDraft = search.score(settings, Placement.of(draft), admits_by_use=True)
         larger = larger.but(constraint=draft.constraint, pinned=draft.pinned)
         larger = larger.but(admission=larger.admission.but(max_running=None))

@@ -253,7 +253,8 @@ def _would_hold(found: Recommendation, this: str = "this plan") -> str:
         return ""
     is_now = of == found.now or (found.action == "keep" and of is found.best)
     name = "what runs now" if is_now else "the best plan" if found.action == "keep" else this
-    name = _in_short(of, found.best).rpartition(":")[0] if of is found.runner_up and not is_now else name
+    if of is found.runner_up and not is_now:
+        name = HERE.sub("", _in_short(of, found.best).rpartition(":")[0])
     scheduler = ", with xgpt's scheduler" if of.needs_xgpt else ""
     name = f"{of.name} ({PLACED.sub('', of.settings)}){scheduler}" if of is found.steady else name
     sure = "" if found.would_hold_confidence is None else f" in {tenths(found.would_hold_confidence)}"
@@ -405,6 +406,7 @@ def _beside_load(load: AtLoad | None, bounds: tuple[BoundKept, ...]) -> str:
 
 
 FEW = "too few"
+HERE = re.compile(r" on \d+(?! of )")
 REPLICAS = re.compile(r"\d+ replicas")
 PLACED = re.compile(r", (\d+ x )?\[.*$")
 
@@ -544,14 +546,15 @@ def gain_in_words(found: Recommendation) -> str:
     assert gain is not None
     known = () if found.now is None else found.now.unverified
     start = "Gain" if set(found.best.unverified) <= set(known) else "Gain (not verified)"
+    is_lost = found.best.at_load is not None and not found.best.at_load.holds
     if (other := found.rejected) is not None:
-        which = "The best other plan" if gain.factor is not None and gain.factor.value < 1 else "The best plan"
+        is_less = is_lost or (gain.factor is not None and gain.factor.value < 1)  # what is kept of a log decides
+        which = "The best other plan" if is_less else "The best plan"
         start = f"{which}, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
     if gain.factor is None:
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
-    is_lost = found.best.at_load is not None and not found.best.at_load.holds
     if gain.factor.value < 1 + CLEAR_GAIN and other is None and is_lost:  # then what it keeps of the log decides
         return f"Rates at which {percent(found.bounds[0].quantile)} keep the bounds: {rates}"
     if gain.factor.value < 1 and other is None:

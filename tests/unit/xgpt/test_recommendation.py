@@ -240,6 +240,10 @@ def test_copies_are_of_a_plan_that_is_named(small: Recommendation) -> None:
     nine = found.but(steady=several, would_hold_of="steady", would_hold=18, would_hold_replicas=9)
     text = " ".join(" ".join(lines(nine, most=None)).split())
     assert "; orca, 9 replicas of TP1 (max_batch 8), with" in text, "its brackets had the four of the plan"
+    next_ = lost.but(name="chunked, 2 replicas of TP4", num_devices=8)
+    three = found.but(runner_up=next_, would_hold_of="runner_up", would_hold=12, would_hold_replicas=3)
+    text = " ".join(" ".join(lines(three, most=None)).split())
+    assert "; 3 replicas of TP4, on 12 devices, would" in text, "it was 3 replicas of TP4 on 8, on 12 devices"
 
 
 def test_a_kept_deployment_says_what_it_lacks_and_what_others_add(small: Recommendation) -> None:
