@@ -386,7 +386,14 @@ class Arrivals(Objective[PlanDraft]):
             profile = self.scheduler.problem.profile
             ranked = sorted(plans, key=lambda pair: -pair[1])
             searches = (CapacitySearch(self.finish(plan), profile, rate) for plan, rate in ranked)
-            return any(search.rate > 0 and search.lasting.rate > 0 for search in searches)
+            return any(search.rate > 0 and search.lasting.rate > 0 for search in searches) and is_found(under)
+
+        def is_found(under: Arrivals) -> bool:  # the plan that keeps them is searched, too
+            whole = Arrivals(under.scheduler, self.finish, only_best=True, explains=False, proves=False)
+            try:
+                return bool(whole.settle(own))
+            except InfeasibleError:
+                return False
 
         return never_kept(self.scheduler, kinds, keeps, self.progress)
 
