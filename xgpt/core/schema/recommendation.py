@@ -220,7 +220,9 @@ class Recommendation(Frozen):
     runner_up_gain: Gain | None = None
     """Gain of `runner_up` over `now`."""
     steady: Offer | None = Field(default=None, exclude_if=lambda found: found is None)
-    """The candidate of which `would_hold` counts replicas, if it is none of the others: one of a higher rate."""
+    """The candidate of which `would_hold` counts replicas, if it is none of the others: one of a higher rate, or of
+    another parallel degree.
+    """
     with_more_work: Offer | None = None
     """A better candidate that needs xgpt's scheduler, or None if there is none."""
     sizes: tuple[Sized, ...] = ()
