@@ -20,8 +20,8 @@ from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile
 from xgpt.core.schema.workload import SessionSpec
 from xgpt.core.sessions import law_of, workload_of_law
 from xgpt.core.trace_turns import continued
-from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name, workload_of_log
-from xgpt.core.workload import TraceLengths, fitting, histogram
+from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload, trace_name
+from xgpt.core.workload import TraceLengths, fitting, histogram, workload_of_log
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema.workload import Histogram, Workload
-from xgpt.core.workload import TraceLengths, binned, grown
+from xgpt.core.workload import TraceLengths, grown, workload_of_log
 
 WINDOWS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86_400.0)
 """Lengths of windows. A log has windows of the shortest length with which there are at most `MOST_WINDOWS`, and
@@ -69,7 +69,7 @@ class Growth(NamedTuple):
     def workload(self, workload: Workload) -> Workload:
         if self.outputs == 1:
             return workload
-        scaled = np.maximum(1, np.round(self.outputs * np.asarray(workload.output.lengths))).astype(int)
+        scaled = grown(np.asarray(workload.output.lengths), self.outputs)
         distinct, place = np.unique(scaled, return_inverse=True)
         shares = np.bincount(place, weights=workload.output.probabilities)
         output = Histogram(lengths=tuple(distinct.tolist()), probabilities=tuple((shares / shares.sum()).tolist()))
@@ -209,7 +209,7 @@ class LogLoad:
 
     @property
     def workload(self) -> Workload:
-        return Workload(name=self.name, input=binned(self.requests.input), output=binned(self.requests.output))
+        return workload_of_log(self.name, self.requests)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:

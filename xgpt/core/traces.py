@@ -24,7 +24,7 @@ from xgpt.core.trace_metrics import read_metrics
 from xgpt.core.trace_rows import Row, TraceRows, is_metrics, plain, read_rows
 from xgpt.core.trace_turns import TurnRows
 from xgpt.core.turns import FIRST
-from xgpt.core.workload import Floats, TraceLengths, binned, fits, grown
+from xgpt.core.workload import Floats, TraceLengths, fits, grown, workload_of_log
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,6 @@ def read_workload(path: Path) -> Workload:
     if is_metrics(head_of(path, "workload")):
         return read_metrics(path, trace_name(path), "workload")
     return workload_of_log(trace_name(path), read_lengths(path))
-
-
-def workload_of_log(name: str, log: TraceLengths) -> Workload:
-    return Workload(name=name, input=binned(log.input), output=binned(log.output))
 
 
 def has_requests(path: Path) -> bool:

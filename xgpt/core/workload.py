@@ -95,6 +95,10 @@ class TraceLengths(NamedTuple):
         return found._replace(timestamp_s=found.timestamp_s - start_s, begin_s=begin_s)
 
 
+def workload_of_log(name: str, log: TraceLengths) -> Workload:
+    return Workload(name=name, input=binned(log.input), output=binned(log.output))
+
+
 def fits(inputs: Ints, outputs: Ints, name: str, max_context: int, field: str = "workload") -> NDArray[np.bool_]:
     """Return which requests of a log fit into a context with their outputs. The others are logged as left out, since a
     server refuses them. # each [requests]

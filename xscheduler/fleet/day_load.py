@@ -118,7 +118,7 @@ def cut(day: Day, interval_s: float, model: ModelSpec) -> Intervals:
     """Cut a day into intervals.
 
     Raises:
-        InputError: a request does not fit into the model's context, or there are too many intervals.
+        InputError: there are too many intervals.
     """
     count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:

@@ -131,6 +131,7 @@ def plan_day(
     if constant is None:
         whole = solve_constant(problem)
         constant = whole, model.simulate(whole.replicas, interval_s)
+    whole, whole_times = constant
     return FleetPlan(
         name=day.name,
         constraint=constraint,
@@ -146,8 +147,7 @@ def plan_day(
         intervals=_intervals(model, solution.replicas, times),
         planned=figures_of(model, problem, solution.replicas, times),
         constant=ConstantFleet(
-            replicas=tuple(constant[0].replicas[0].tolist()),
-            figures=figures_of(model, problem, constant[0].replicas, constant[1]),
+            replicas=tuple(whole.replicas[0].tolist()), figures=figures_of(model, problem, whole.replicas, whole_times)
         ),
         least_cost=least_cost,
         gap=max(0.0, 1 - optimum / solution.cost) if solution.cost else 0.0,

@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Ceiling, Constraint, PlanDraft, Profile, SearchEffort
+from xgpt.core.schema import Ceiling, Constraint, PlanDraft, PolicySettings, Profile, SearchEffort
 from xgpt.core.schema.plan import rate_of
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
@@ -272,17 +272,17 @@ class Arrivals(Objective[PlanDraft]):
     def _best_afar(self, best: CapacitySearch) -> CapacitySearch:
         """No proof shows what a search along the axes may have missed, where the closed form errs most."""
         space = self._in_engine(self.scheduler.space_of(best.plan))
-        far = [
-            (each, self.scheduler.draft_at(space, each, best.plan.search)) for each in far_from(space, best.plan.policy)
-        ]
-        rated = [(other, closed_rate(space, settings)) for settings, other in far if other is not None]
-        return self._best_of(sorted(rated, key=lambda item: -item[1]), best, TOLERANCES.doubt_nearby) or best
+        far = self._rated_in(space, far_from(space, best.plan.policy), best.plan)
+        return self._best_of(sorted(far, key=lambda item: -item[1]), best, TOLERANCES.doubt_nearby) or best
 
     def _nearby(self, plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
         space = self._in_engine(self.scheduler.space_of(plan))
         near = one_step_from(space, plan.policy)
         near += [one for one in best_under_tighter(space) if one not in (plan.policy, *near)]
-        plans = [(settings, self.scheduler.draft_at(space, settings, plan.search)) for settings in near]
+        return self._rated_in(space, near, plan)
+
+    def _rated_in(self, space: Space, each: Sequence[PolicySettings], plan: PlanDraft) -> list[tuple[PlanDraft, float]]:
+        plans = [(settings, self.scheduler.draft_at(space, settings, plan.search)) for settings in each]
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:

@@ -12,7 +12,7 @@ from tests.rings import examples
 from xgpt.core.errors import InputError
 from xgpt.core.policies import MicroBatch, Pool, Request, Step
 from xgpt.rules import load_rule, name_of
-from xgpt.testing import check_rule
+from xgpt.testing import _usual_plan, check_rule
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,14 +76,7 @@ def test_what_a_rule_breaks_is_said(rule: type[xgpt.Rule], why: str) -> None:
 
 
 def test_the_inherited_rule_is_the_plan_s_and_another_order_is_another_schedule() -> None:
-    plan = xgpt.plan(
-        model="llama-3.1-8b",
-        cluster="h200x1",
-        workload="azure-conv",
-        latency_bound_s=8,
-        objective="saturated",
-        policy="chunked",
-    )
+    plan = _usual_plan()
     own, inherited, longest = (
         xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=40, rule=rule).steps
         for rule in (None, OURS, LongestFirst())
