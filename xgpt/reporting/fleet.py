@@ -102,13 +102,15 @@ def kinds_rows(fleet: FleetPlan) -> FleetRows:
 
 
 def costs_rows(fleet: FleetPlan) -> FleetRows:
-    def row(name: str, figures: FleetFigures) -> list[str]:
-        cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
-        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_within:.2f}%"]
+    def row(name: str, most: int, figures: FleetFigures) -> list[str]:
+        cost, kept = [f"{figures.cost:.4g}"] if fleet.is_priced else [], f"{100 * figures.share_within:.2f}%"
+        return [name, *cost, f"{figures.device_hours:.1f}", str(most), str(figures.starts), kept]
 
     constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
-    columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
-    return FleetRows(columns, [row("planned", fleet.planned), row(constant, fleet.constant.figures)])
+    least = fleet.devices_of(fleet.constant.replicas)
+    rows = [row("planned", fleet.most_devices, fleet.planned), row(constant, least, fleet.constant.figures)]
+    columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "most devices", "starts", "kept"]
+    return FleetRows(columns, rows)
 
 
 def _day(fleet: FleetPlan) -> Chart:

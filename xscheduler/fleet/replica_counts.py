@@ -41,6 +41,8 @@ INFEASIBLE = 2
 
 @dataclass(frozen=True)
 class DeviceLimit:
+    """A limit on the devices of kinds of replicas. Replicas that start occupy theirs beside those that then end."""
+
     kinds: tuple[int, ...]
     devices: tuple[int, ...]
     most: int
@@ -112,6 +114,10 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
     changing = more @ problem.start_costs
+    for limit in problem.limits:
+        kinds = list(limit.kinds)
+        at_once = (states[:, None, kinds] + more[:, :, kinds]) @ np.asarray(limit.devices)
+        changing[at_once > limit.most] = np.inf
     present = np.zeros(len(states))
     if problem.before is not None:
         present = np.maximum(states - problem.before, 0) @ problem.start_costs
@@ -166,11 +172,9 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
     for limit in problem.limits:
         devices = np.zeros((count, kinds))
         devices[:, limit.kinds] = limit.devices
-        constraints.append(
-            sp.optimize.LinearConstraint(
-                sp.sparse.hstack([_by_interval(devices), sp.sparse.csr_array((count, size))]), -np.inf, limit.most
-            )
-        )
+        each = _by_interval(devices)
+        at_once = sp.sparse.hstack([each @ before, each])
+        constraints.append(sp.optimize.LinearConstraint(at_once, -np.inf, limit.most - each @ present))
     cost = np.concatenate([np.outer(problem.hours, problem.prices).ravel(), np.tile(problem.start_costs, count)])
     found = sp.optimize.milp(
         cost,

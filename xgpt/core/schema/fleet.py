@@ -159,6 +159,16 @@ class FleetPlan(Frozen):
         return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
 
     @property
+    def most_devices(self) -> int:
+        """The planned fleet's devices at once, at most. Replicas start beside those that then end."""
+        counts = [interval.replicas for interval in self.intervals]
+        changes = zip([counts[0], *counts[:-1]], counts, strict=True)
+        return max(self.devices_of(tuple(map(max, *change))) for change in changes)
+
+    def devices_of(self, replicas: tuple[int, ...]) -> int:
+        return sum(count * kind.num_devices for count, kind in zip(replicas, self.kinds, strict=True))
+
+    @property
     def edges_s(self) -> tuple[float, ...]:
         """The times at which the intervals begin, and the end of the day, in seconds from its start."""
         return (*(self.interval_s * i for i in range(len(self.intervals))), self._seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ def least_by_brute_force(problem: FleetProblem, most: int) -> float | None:
     best = None
     for chosen in product(*by_interval):
         replicas = np.asarray(chosen)
-        if _stays(problem, replicas):
+        if _stays(problem, replicas) and _fits(problem, replicas):
             cost = cost_of(problem, replicas)
             best = cost if best is None else min(best, cost)
     return best
@@ -43,6 +44,13 @@ def _holds(problem: FleetProblem, t: int, state: np.ndarray) -> bool:
         if sum(state[k] * devices for k, devices in zip(limit.kinds, limit.devices, strict=True)) > limit.most:
             return False
     return bool(problem.rates[t] @ state >= problem.needs[t] * (1 - 1e-9) and state.sum() >= problem.least)
+
+
+def _fits(problem: FleetProblem, replicas: np.ndarray) -> bool:
+    """Whether devices suffice while a replica ends and another one starts."""
+    at_once = replicas.copy()
+    at_once[1:] = np.maximum(replicas[1:], replicas[:-1])
+    return all((at_once[:, limit.kinds] @ np.asarray(limit.devices)).max() <= limit.most for limit in problem.limits)
 
 
 def _stays(problem: FleetProblem, replicas: np.ndarray) -> bool:
@@ -110,7 +118,7 @@ def _check_mixed(problem: FleetProblem) -> None:
     found = solve_fleet(problem)
     assert found.cost == pytest.approx(expected, rel=1e-6)
     assert all(_holds(problem, t, state) for t, state in enumerate(found.replicas))
-    assert _stays(problem, found.replicas)
+    assert _stays(problem, found.replicas) and _fits(problem, found.replicas)
     assert least_costs(problem).sum() <= found.cost + 1e-9
 
 
@@ -175,3 +183,15 @@ def test_a_load_that_the_devices_cannot_hold_is_refused() -> None:
     day = FleetProblem(np.asarray([2.0]), np.ones((1, 1)), np.ones(1), np.ones(1), np.ones(1), limits=(limit,))
     with pytest.raises(InfeasibleError, match="3 devices cannot serve 2 requests/s, the day"):
         solve_fleet(day)
+
+
+@BOTH
+def test_replicas_start_beside_those_that_they_replace(most_states: int) -> None:
+    """On three devices, a replica of two cannot follow another one of two: one of three runs all day."""
+    rates, prices = np.asarray([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]), np.asarray([2.0, 2.0, 3.0])
+    limit = DeviceLimit((0, 1, 2), (2, 2, 3), 4)
+    day = FleetProblem(np.ones(2), rates, prices, np.zeros(3), np.ones(2), limits=(limit,))
+    with patch.object(fleet, "MOST_STATES", most_states):
+        assert solve_fleet(day).replicas.tolist() == [[1, 0, 0], [0, 1, 0]]
+        tight = replace(day, limits=(replace(limit, most=3),))
+        assert solve_fleet(tight).replicas.tolist() == [[0, 0, 1], [0, 0, 1]]
