@@ -20,7 +20,7 @@ import numpy as np
 from xgpt.client import ClientRequest, ClientResult, busy_of_workers, replay
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError
-from xgpt.core.io import dump_json, read_step_log, sha256
+from xgpt.core.io import dump_json, read_step_log
 from xgpt.core.policies import Rule
 from xgpt.core.processes import end, end_with_parent, run_module
 from xgpt.core.progress import Progress, silent
@@ -311,7 +311,7 @@ def _report(
         share = measured.share_within(bound)
     whole_s = [result.end_s - result.send_s for result in results]
     return BenchReport(
-        plan_sha256=sha256(plan),
+        plan_sha256=plan.digest,
         policy=plan.policy.kind,
         workload=workload.name,
         arrival_rate_per_s=None if arrivals is None else arrivals.mean_rate(load.num_requests),

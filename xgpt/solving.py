@@ -25,7 +25,8 @@ from xgpt.deciding.keeping import keeping_most
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing, cheapest_verified, surest_first
+from xgpt.deciding.sizing import Sizing, cheapest_verified, of_verified_shape, surest_first
+from xgpt.deciding.verified import unverified_shape
 from xgpt.problems import model_of, resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
 from xgpt.resolve import load_of, load_sessions
@@ -248,7 +249,11 @@ def _found(
     judged = None if resolved.fewest is None else resolved.fewest.judged
     if load is not None and judged is None:
         found, judged = surest_first(found, problem.profile, load, request.confidence)
-        other = other if next(iter(found.values())) is first else first.draft
+        best = next(iter(found.values()))
+        other = other if best is first else first.draft
+        if unverified_shape(best.draft):
+            drafts = best.draft, other
+            other = of_verified_shape(first, drafts, problem.profile, load, request.confidence) or other
     is_unsure = judged is not None and judged.confidence < request.confidence
     shapes = next(iter(found.values())).other_shapes if is_unsure else []  # of which more replicas may do
     if asked not in (None, problem.constraint):

@@ -66,7 +66,9 @@ def profile() -> None:
 
 @options.command("simulate")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
+@click.option(
+    "--timeline", metavar="FILE", help="Write the first replica's steps as a Chrome trace, which Perfetto opens."
+)
 @force_option
 @json_option
 def simulate() -> None:

@@ -39,6 +39,8 @@ def export(plan_path: str, target: Target, output: str, monitoring: str, check: 
         file.check(found.files[name])  # no file is written before all files are checked
     for name, file in written.items():
         write(file, found.files[name])
+    for text in found.notes:
+        click.echo(f"note: {text}", err=True)
     remedies = list(dict.fromkeys(need.remedy for need in found.needs))
     if check:
         from xgpt.exporting.export import missing

@@ -39,10 +39,16 @@ def why_late(current: Plan, best: Plan, running: Problem, problem: Problem, load
                 f"time, since a token takes {1e3 * found.each_s:.3g} ms even in an empty engine: only "
                 f"{', '.join(ways)} would help"
             )
-    if rest := number - int(too_long.sum()):
-        better = ""
-        if planned is not None:
-            still, new = int((planned & late & ~too_long).sum()), int((planned & ~late).sum())
-            better = f"; under the best plan {still:,} of these are late, and {new:,} that now are not"
-        parts.append(f"{rest:,} are late because requests wait or share steps{better}")
+    alone = load.late_alone(current, running.profile)
+    slow = np.zeros(len(late), bool) if alone is None else late & alone & ~too_long
+    if slow.any():
+        parts.append(
+            f"{int(slow.sum()):,} are late even if they run alone, since this deployment's steps take too long"
+        )
+    if rest := number - int((too_long | slow).sum()):
+        parts.append(f"{rest:,} are late because requests wait or share steps")
+    if planned is not None and not (late <= too_long).all():
+        still, new = int((planned & late & ~too_long).sum()), int((planned & ~late).sum())
+        others = "the others" if too_long.any() else "these"
+        parts.append(f"under the best plan {still:,} of {others} are late, and {new:,} that now are not")
     return [f"of the {number:,} late requests, {'; '.join(parts)}"]

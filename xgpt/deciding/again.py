@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from xgpt.comparing.assumptions import ranges
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.io import sha256
 from xgpt.core.load import LogLoad
 from xgpt.core.schema import Outcome, Plan, Profile
 from xgpt.core.schema.plan import rate_of
@@ -81,7 +80,7 @@ def _replayed(
     )
     decision, then = concluded(plan, observation, verdict, slowdown, started)
     runs = (now if then is None else best).told(told)
-    return Replanned(plan, observation, decision.but(recommendation=told, plan_sha256=sha256(runs)), runs)
+    return Replanned(plan, observation, decision.but(recommendation=told, plan_sha256=runs.digest), runs)
 
 
 def _problem(situation: Situation, log: LogLoad) -> Problem:

@@ -85,10 +85,13 @@ def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:
     kind: str = draft.policy.kind
     if (engine := problem.engine) is not None and not engine.runs(kind):
         kind = next((each for each in kinds_of(problem, pinned.policy) if engine.runs(each)), kind)
-    constraint = problem.constraint.but(arrival_rate_per_s=None)
+    constraint, tried = problem.constraint.but(arrival_rate_per_s=None), list[tuple[Placement, Any]]()
     for factor in LOOSER:
         with suppress(InfeasibleError):
             loose = problem.under(constraint.looser(factor))
-            found = next(iter(found_each(loose, kind, proves=False).values())).draft
-            found = found.but(constraint=draft.constraint, pinned=pinned).with_estimate(capacity=None)
-            yield rated(found, problem.profile)
+            found = next(iter(found_each(loose, kind, proves=False).values()))
+            for each in (found.draft, *found.other_shapes):
+                if (settings := (Placement.of(each), each.policy)) not in tried:
+                    tried.append(settings)
+                    asked = each.but(constraint=draft.constraint, pinned=pinned).with_estimate(capacity=None)
+                    yield rated(asked, problem.profile)

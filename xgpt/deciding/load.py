@@ -95,15 +95,19 @@ class CarriedLoad:
         """Return the share of the log's requests that keep the bounds if none waits for another, or None without a log
         or a replay.
         """
+        late = self.late_alone(plan, profile)
+        return None if late is None else float(1 - late.mean())
+
+    def late_alone(self, plan: PlanDraft, profile: Profile) -> NDArray[np.bool_] | None:
+        """Return which of the log's requests are late if none waits for another, or None without a log or a replay."""
         log = self.log
         if log is None or log.requests.timestamp_s is None:
             return None
 
-        def find() -> float | None:
+        def find() -> NDArray[np.bool_] | None:
             number = len(log.requests.input)
             apart = log.requests._replace(timestamp_s=np.arange(number, dtype=float) * min(1e3, 1e9 / number))
-            late = CarriedLoad(self.rate_per_s, self.window, replace(log, requests=apart)).late(plan, profile)
-            return None if late is None else float(1 - late.mean())
+            return CarriedLoad(self.rate_per_s, self.window, replace(log, requests=apart)).late(plan, profile)
 
         return self._once("alone", (*_run(plan), plan.constraint.all_bounds), find)
 
@@ -208,7 +212,8 @@ def enough(plan: Plan, profile: Profile, load: CarriedLoad, wanted: float, than:
         return kept is None or kept.holds(plan.constraint.quantile)
 
     numbers = range(least, least + MOST_COPIES * groups)
-    at = 0 if is_held(groups) else bisect_left(numbers, True, key=is_held)  # what holds it holds it with more replicas
+    # what holds it holds it with more replicas, and each replay takes seconds
+    at = 0 if is_held(groups) or is_held(least) else bisect_left(numbers, True, lo=1, key=is_held)
     if at == len(numbers):
         return None
     likely = confidence(plan, profile, asked / numbers[at])

@@ -328,7 +328,7 @@ def _decide(
             return "keep", "it holds your load, and no plan found does"
         if kept and would_keep:
             return _decide_among_both(first, now, wanted, tried)
-        if (found := by_replay(first.at_load, now.at_load)) is not None:
+        if (found := _by_replay(first.name, first.at_load, now.at_load)) is not None:
             return found
     each = gain.per_device or gain.factor
     if each is None and gain.then <= 0:
@@ -358,7 +358,7 @@ def _decide_among_both(first: Offer, now: Offer, wanted: float, tried: Mapping[i
     return "keep", f"it holds your load{', and fewer devices do not' if fewer else ''}"
 
 
-def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
+def _by_replay(name: str, then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
     """Decide by a log that neither a candidate nor what runs now holds: for the one that keeps the bounds for clearly
     more requests. None: no replay, or about as many.
     """
@@ -366,7 +366,8 @@ def by_replay(then: AtLoad, now: AtLoad) -> tuple[Action, str] | None:
         return None
     if then.share_kept > now.share_kept:
         return "change", "it keeps more of your load"
-    return "keep", f"neither holds your load, and the best other plan keeps the bounds only for {kept_in_words(then)}"
+    kept = kept_in_words(then)
+    return "keep", f"neither holds your load, and the best other plan, {name}, keeps the bounds only for {kept}"
 
 
 def _rate(plan: Plan, ranges: Mapping[str, tuple[float, float]]) -> Ranged:

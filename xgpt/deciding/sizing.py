@@ -61,10 +61,9 @@ class Sizing:
     def beside(self, number: int) -> PlanDraft | None:
         """Return the schedule that stands beside the first on a number of devices that was judged."""
         chosen, beside = self._both(number)
-        if unverified_shape(chosen):  # then all devices show what verified plans can do
-            drafts = (*self._both(max(self._found)), beside)
-            beside = next((draft for draft in drafts if draft is not None and not unverified_shape(draft)), beside)
-        return beside
+        # all devices show what verified plans can do
+        known = self._verified_shape(max(self._found)) if unverified_shape(chosen) else None
+        return known or beside
 
     def fewest_verified(self, most: int) -> int | None:
         """Return the smallest number of devices, at most `most`, on which a plan that measurements verify sustains the
@@ -81,9 +80,15 @@ class Sizing:
 
     def verified(self, number: int) -> PlanDraft | None:
         """Return the best schedule on a number of devices that was judged, of those that measurements verify."""
-        chosen = next(iter(self._found[number][0].values())).draft
-        drafts = self._both(number) if unverified(chosen) else (chosen,)  # the others may take a search
-        return next((draft for draft in drafts if draft is not None and not unverified(draft)), None)
+        draft = next(iter(self._found[number][0].values())).draft
+        if unverified(draft):  # the others may take a search
+            found = self._verified_shape(number)
+            return None if found is None or unverified(found) else found
+        return draft
+
+    def _verified_shape(self, number: int) -> PlanDraft | None:
+        first = self._found[number][1]
+        return of_verified_shape(first, self._both(number), self.problem.profile, self._load, self._wanted)
 
     def _judge_verified(self, number: int) -> Judged:
         if number not in self._found and number > self._too_few:
@@ -141,20 +146,46 @@ def surest_first(
     others = [first.at_side] if unverified_shape(best) else []
     if judged.confidence < wanted and load.confidence(best, profile) != 0:
         others += [draft.but(pinned=best.pinned) for draft in first.other_shapes]
-
-    def level(confidence: float | None) -> float:
-        sure = 1.0 if confidence is None else confidence
-        return wanted if sure >= wanted else rounded_down(sure)
-
     for other in others:
         if other is None or bool(unverified_shape(other)) > bool(unverified_shape(best)):
             continue
         is_known = bool(unverified_shape(best)) and not unverified_shape(other)
-        least = level(judged.confidence), -int(is_known)
-        if (level(load.confidence(other, profile)), 0) > least:  # a replay takes longer
+        least = _level(judged.confidence, wanted), -int(is_known)
+        if (_level(load.confidence(other, profile), wanted), 0) > least:  # a replay takes longer
             also = _judge(other, profile, load, wanted)
-            if also.confidence and (level(also.confidence), 0) > least:
+            if also.confidence and (_level(also.confidence, wanted), 0) > least:
                 best, judged = other, also
     if best is first.draft:
         return found, judged
     return {kind: replace(first, draft=best), **{name: one for name, one in found.items() if name != kind}}, judged
+
+
+def of_verified_shape(
+    first: Found, known: Iterable[PlanDraft | None], profile: Profile, load: CarriedLoad, wanted: float
+) -> PlanDraft | None:
+    """Return the schedule that holds a load most surely or else keeps most of it, of those whose placement measurements
+    verify.
+
+    Args:
+        known: schedules that have been found. Unless the first of them that is verified holds the load as surely as
+            wanted, the best one of each further shape is searched.
+    """
+
+    def sure(draft: PlanDraft) -> float:
+        return _level(_judge(draft, profile, load, wanted).confidence, wanted)
+
+    def rank(draft: PlanDraft) -> tuple[float, float, float]:
+        kept = load.kept(draft, profile)
+        return sure(draft), 0.0 if kept is None else kept.share, rate_of(draft)
+
+    drafts = [draft for draft in known if draft is not None and not unverified_shape(draft)]
+    if not drafts or sure(drafts[0]) < wanted:
+        shapes = (draft.but(pinned=first.draft.pinned) for draft in first.other_shapes)
+        drafts += [draft for draft in shapes if not unverified_shape(draft)]
+    return max(drafts, key=rank, default=None)
+
+
+def _level(confidence: float | None, wanted: float) -> float:
+    """Return a probability as far as words tell it, up to what is wanted."""
+    sure = 1.0 if confidence is None else confidence
+    return wanted if sure >= wanted else rounded_down(sure)

@@ -292,6 +292,8 @@ def _answer(found: Recommendation, *, is_brief: bool) -> Iterator[str]:
     if found.now is not None and best.num_devices < found.now.num_devices:
         devices = devices.replace(" x ", f" of your {found.now.num_devices} ", 1)
     what = f"{best.name} on {devices}{_at_cost(best)}{engine}"
+    if found.now is not None and best.num_devices > found.now.num_devices and not is_brief:
+        what += f" (yours: {found.now.num_devices}{_at_cost(found.now)})"
     if found.action == "keep":
         yield f"Keep what runs now, {what}: {why}."
         return
@@ -366,7 +368,8 @@ def _runner_up(found: Recommendation, offer: Offer, *, is_brief: bool) -> str:
     if first.unverified and not offer.unverified:
         start = "Best that measurements verify"
     elif more:
-        is_higher = offer.rate_per_s.value > first.rate_per_s.value
+        is_lost = first.at_load is not None and not first.at_load.holds  # then what is kept of the load decides
+        is_higher = not is_lost and offer.rate_per_s.value > first.rate_per_s.value
         start = f"{'Higher' if is_higher else start}{_not_verified(more)}"
     if offer == found.now:
         return f"{start}: what runs now."

@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.version import __version__
 from xgpt.deciding.commands import visible
+from xgpt.deciding.phrases import percent
 from xgpt.exporting.groups import IN_PODS, Target
 from xgpt.exporting.replicas import EngineReplicas, images, name_of, pinned, replicas_of
 from xrunner.vllm import TESTED_VERSION
@@ -60,6 +61,7 @@ class Exported:
     files: dict[str, str]
     needs: tuple[Need, ...]
     starts: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def export(subject: Plan | FleetPlan, target: Target, monitoring: str = "monitoring") -> Exported:
@@ -83,7 +85,15 @@ def export(subject: Plan | FleetPlan, target: Target, monitoring: str = "monitor
     for name, text in files.items():
         if target in IN_PODS and name.endswith(".yaml"):
             _check_sizes(name, text)
-    return Exported(files, tuple(_needs(all_, target)), tuple(_starts(all_, target, files)))
+    notes = tuple(_notes(subject)) if isinstance(subject, Plan) else ()
+    return Exported(files, tuple(_needs(all_, target)), tuple(_starts(all_, target, files)), notes)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    load = None if plan.recommendation is None or not plan.is_as_written else plan.recommendation.best.at_load
+    if load is not None and not load.holds:
+        kept = "" if load.share_kept is None else f": {percent(load.share_kept)} of its requests keep the bounds"
+        yield f"the plan does not hold the load that it was made for{kept}, so alerts fire when this load arrives"
 
 
 def check_memory(plan: Plan) -> None:

@@ -354,7 +354,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def schedule_in_words(plan: Plan) -> str:
-    policy = plan.policy
+    policy, each = plan.policy, " in each replica" if plan.replicas > 1 else ""
     match policy.kind:
         case "rra":
             return (
@@ -366,23 +366,23 @@ def schedule_in_words(plan: Plan) -> str:
             size = "" if budget is None else f" of up to {budget} tokens"
             return (
                 f"prompts run first, in separate steps{size}, then a decode step; at most "
-                f"{_count(policy.max_batch, 'request')} at once"
+                f"{_count(policy.max_batch, 'request')} at once{each}"
             )
         case "orca":
             return (
                 "every step decodes running requests and encodes waiting ones into free slots; at most "
-                f"{_count(policy.max_batch, 'request')} at once"
+                f"{_count(policy.max_batch, 'request')} at once{each}"
             )
         case "chunked" if policy.slack is not None:
             return (
                 f"every step decodes running requests and encodes as many prompt tokens as their slack allows, "
                 f"{policy.slack.least_tokens} to {policy.slack.most_tokens}; at most "
-                f"{_count(policy.max_batch, 'request')} at once"
+                f"{_count(policy.max_batch, 'request')} at once{each}"
             )
         case "chunked":
             return (
                 f"every step decodes running requests and adds prompt tokens up to a total of {policy.step_budget}; "
-                f"at most {_count(policy.max_batch, 'request')} at once"
+                f"at most {_count(policy.max_batch, 'request')} at once{each}"
             )
         case "static":
             return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and repeat"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.io import sha256
 from xgpt.core.schema import Constraint, Histogram, Plan, Profile, Recommendation
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
@@ -100,7 +99,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator, path: str = "
         provenance=[
             {"name": "settings", "value": settings_text(plan)},
             {"name": "profile", "value": f"{plan.profile.source}, sha256 {plan.profile.sha256}{slowed}"},
-            {"name": "plan", "value": f"sha256 {sha256(plan)}"},
+            {"name": "plan", "value": f"sha256 {plan.digest}"},
             {"name": "written by", "value": f"xgpt {__version__}"},
         ],
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from xgpt.connection import Failure, answer_of, own_api_key
 from xgpt.core.documents import read_json
 from xgpt.core.errors import InputError, MachineError, XgptError, reason_of
-from xgpt.core.io import parse, sha256
+from xgpt.core.io import parse
 from xgpt.core.load import LogLoad
 from xgpt.core.processes import run_module
 from xgpt.core.reuse_distances import ReuseCurve
@@ -94,7 +94,7 @@ def concluded(plan: Plan, observation: Observation, verdict: Verdict, slowdown: 
         gain=verdict.gain,
         pause_s=0.0 if then is None else verdict.change.pause_s,
         start_s=0.0 if then is None else verdict.change.start_s,
-        plan_sha256=sha256(then or plan),
+        plan_sha256=(then or plan).digest,
         planning_s=time.perf_counter() - started,
         num_unbuilt=verdict.num_unbuilt,
     )

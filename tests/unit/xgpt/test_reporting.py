@@ -40,8 +40,9 @@ def page_of(plan: Plan) -> str:
 
 def test_a_pipelines_step_has_its_share_of_the_token_budget() -> None:
     """A report said 1216 tokens beside --max-num-batched-tokens 608."""
-    plan: Any = SimpleNamespace(engine=None, policy=ChunkedSettings(token_budget=1216, max_batch=234, microbatches=2))
-    assert "a total of 608;" in schedule_in_words(plan)
+    plan: Any = SimpleNamespace(engine=None, replicas=2)
+    plan.policy = ChunkedSettings(token_budget=1216, max_batch=234, microbatches=2)
+    assert "a total of 608; at most 234 requests at once in each replica" in schedule_in_words(plan)
 
 
 def test_a_longest_length_that_was_shortened_is_not_the_longest_requests() -> None:

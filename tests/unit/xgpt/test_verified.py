@@ -11,7 +11,7 @@ import pytest
 import xgpt
 from xgpt.core.io import configs_dir
 from xgpt.core.schema import Plan
-from xgpt.core.schema.recommendation import Gain, OfferedCluster, Ranged
+from xgpt.core.schema.recommendation import AtLoad, Gain, OfferedCluster, Ranged
 from xgpt.deciding import words
 from xgpt.deciding.verified import unverified
 from xgpt.resolve import load_cluster, load_engine, load_model
@@ -106,6 +106,8 @@ def test_what_both_plans_lack_does_not_verify_either() -> None:
         offer = found.best.but(unverified=other, rate_per_s=Ranged(value=2 * found.best.rate_per_s.value))
         told = found.but(best=found.best.but(unverified=first), runner_up=offer)
         assert any(line.startswith(said) for line in words.lines(told, 1000))
+        lost = told.but(best=told.best.but(at_load=AtLoad(rate_per_s=9, share_kept=0.9, holds=False)))
+        assert not any(line.startswith("Higher") for line in words.lines(lost, 1000)), "what is kept of a log decides"
 
 
 def test_no_label_where_steps_were_measured(plan: Plan) -> None:

@@ -400,6 +400,11 @@ class Plan(PlanDraft):
         return told is not None and self.told(told).recommendation == told
 
     @property
+    def digest(self) -> str:
+        """The SHA-256 that plan.json states of itself or, if nobody was told about the plan, that of its content."""
+        return self.recommendation.plan_sha256 if self.recommendation and self.is_as_written else self._sha256
+
+    @property
     def _sha256(self) -> str:
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 

@@ -14,7 +14,7 @@ from xgpt.cli.render import Fitting
 from xgpt.cli.run import summary
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.load import KeptByWindow
-from xgpt.core.schema import Pinned
+from xgpt.core.schema import Pinned, PlanDraft
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.recommendation import AtLoad
 from xgpt.deciding import keeping, sizing
@@ -94,6 +94,40 @@ def test_larger_batches_than_always_fit_are_tried_where_the_engine_preempts() ->
     assert larger.policy.token_budget == draft.policy.token_budget and rate_of(larger) > 0
     assert by_itself(larger.proven(NOT_SEARCHED)) and larger.constraint == draft.constraint
     assert not list(keeping._with_larger_batches([draft], replace(problem, engine=None)))
+
+
+@pytest.mark.usefixtures("short_simulations")
+def test_each_shape_is_tried_under_looser_bounds(tmp_path: Path) -> None:
+    """Eight replicas of TP1, which kept 91.6% of a log, were the next best; four of TP2 kept 97.1%, and TP8 98.3% with
+    a larger batch than that of its highest rate.
+    """
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x8", "devices": 4, "engine": "vllm", "policy": "chunked"}
+    problem = resolve(plan_request(**asked, latency_bound_s=4))
+    first = next(iter(found_each(problem, "chunked").values()))
+    tried = list(keeping._for_looser_bounds(first, problem))
+    of_degree = {len(draft.stages) * draft.stages[0].tp: draft.policy.max_batch for draft in tried}
+    assert {1, 2, 4} <= of_degree.keys() and all(draft.constraint == first.draft.constraint for draft in tried)
+    assert len({(draft.stages, draft.replicas, draft.policy) for draft in tried}) == len(tried)
+
+
+@pytest.mark.usefixtures("short_simulations")
+def test_the_verified_shape_that_holds_a_log_stands_beside_an_unverified_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a pipeline stood TP8, which lost a tenth of the worst window; two replicas of TP4 hold the log."""
+    problem = resolve(plan_request(model="llama-3.1-8b", cluster="h100x8", devices=4, ttft_s=2.0, latency_bound_s=None))
+    found = next(iter(found_each(problem, "chunked").values()))
+    higher, other = found.other_shapes[:2]
+
+    class Load:
+        rate_per_s = 1e-3
+        confidence = staticmethod(lambda draft, _: 0.8 if draft.stages == other.stages else 0.95)
+        kept = staticmethod(lambda draft, _: KeptByWindow(share=1.0 if draft.stages == other.stages else 0.9))
+
+    def verified(known: list[PlanDraft], wanted: float = 0.9) -> PlanDraft | None:
+        return sizing.of_verified_shape(found, known, problem.profile, Load(), wanted)  # type: ignore[arg-type]
+
+    assert verified([higher]).stages == other.stages  # type: ignore[union-attr]
+    monkeypatch.setattr(sizing, "unverified_shape", lambda draft: "" if draft is higher else "pipelines")
+    assert verified([found.draft, None, higher]) is higher and verified([found.draft]) is None
 
 
 def test_of_as_many_devices_the_surest_copies_are_offered() -> None:

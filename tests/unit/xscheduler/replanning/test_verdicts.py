@@ -136,8 +136,8 @@ def test_under_too_much_load_what_keeps_more_requests_runs() -> None:
         for rate, at_load in ((6.8, kept), (10.0, fewer))
     )
     gain = Gain(unit="requests/s", now=6.8, then=10.0, factor=Ranged(value=1.47, low=1.17, high=1.57))
-    said = "neither holds your load, and the best other plan keeps the bounds only for 48% of 640,932 requests"
-    assert _decide(then, now, gain) == ("keep", said)
+    said = "neither holds your load, and the best other plan, chunked, keeps the bounds only for 48%"
+    assert _decide(then, now, gain) == ("keep", f"{said} of 640,932 requests")
     assert _decide(now, then, gain.but(factor=Ranged(value=0.7, low=0.5, high=0.9)))[0] == "change"
     sure, unsure = (kept.but(holds=True, confidence=share) for share in (0.95, 0.86))
     for confidence, cases in ((0.86, "8 of 10 cases"), (0.0, "hardly any case")):
