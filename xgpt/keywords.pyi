@@ -112,7 +112,7 @@ class FleetKeywords(ProblemFields, BoundFields, Policy, GrowthFields, total=Fals
     among: Mapping[str | PathLike[str], float] | None
     """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: int | Mapping[str | PathLike[str], int] | None
-    """Use at most N devices of each cluster."""
+    """Use at most N devices of each cluster, with those of replicas that start beside others that end."""
     interval_s: float | None
     """Length of an interval, in seconds. The fleet changes only between intervals."""
     least_stay_s: float | None

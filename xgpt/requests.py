@@ -414,7 +414,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy, GrowthFields):
         PositiveInt | dict[str, PositiveInt] | None,
         Option(metavar="N|CLUSTER=N,…", kind="counts", unset="as many as needed; with `cluster=local`, this machine's"),
     ] = None
-    """Use at most N devices of each cluster."""
+    """Use at most N devices of each cluster, with those of replicas that start beside others that end."""
     interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
     """Length of an interval, in seconds. The fleet changes only between intervals."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0

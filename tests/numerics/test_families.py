@@ -146,6 +146,7 @@ def test_bfloat16_keeps_to_the_float32_logits(name, backend, tmp_path):
     assert max(but_for_other_experts(name, errors, reverse=True)) <= tolerance
 
 
+@pytest.mark.skipif(not layouts_of("int8"), reason="this processor cannot multiply in int8")
 @pytest.mark.parametrize("name", MAIN_FIRST)
 def test_int8_keeps_to_the_float32_logits(checkpoint, name):
     directory, model = checkpoint(name)

@@ -17,6 +17,7 @@ from xrunner import weights
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.models import family_of
 from xrunner.models.layers import Linear
+from xrunner.packing.choice import layouts_of
 from xrunner.weights import SeededWeights, load_model
 
 
@@ -392,6 +393,7 @@ def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
     assert 0.8 < model.head(hidden).float().std() < 1.3
 
 
+@pytest.mark.skipif(not layouts_of("int8"), reason="this processor cannot multiply in int8")
 @pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
 def test_one_matrix_at_a_time_is_there_as_it_was_read(checkpoint, name, monkeypatch):
     """A model in eight bits would take four times its size while it is loaded."""
