@@ -81,7 +81,8 @@ def test_bounds_hold_in_each_interval(xgpt: Xgpt, day: Path, monkeypatch: pytest
         return found[0]
 
     monkeypatch.setattr(planning, "_candidates", candidates)
-    asked = ("fleet", "--trace", str(day), *ASKED, "--attain", "0.95", "--cluster", "a40x4")
+    day.write_text(re.sub(r"rate_per_s: (\d+)", r"rate_per_s: \g<1>0", DAY))
+    asked = ("fleet", "--trace", str(day), *ASKED, "--attain", "0.95", "--cluster", "h100x1")
     asked += ("--force",)
     worst, fleets = {}, {}
     for window in ("day", "interval"):

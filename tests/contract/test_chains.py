@@ -57,7 +57,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[list[PlanDraft], Profile]:
 def test_counts_and_engine_agree(planned: tuple[list[PlanDraft], Profile], size: int) -> None:
     plans, profile = planned
     for seed, plan, blocks in product(range(examples(2, 1)), plans, (4000, 500, 60)):
-        log = _log(100, 40.0, seed, size)
+        log = _log(examples(100, 50), 40.0, seed, size)
         least = -(-int((log.input + LONGEST).max()) // plan.block_size) + 1
         plan = plan.but(stages=tuple(stage.but(kv_blocks=max(blocks, least)) for stage in plan.stages))
         run = _counted(plan, profile, log, LONGEST, len(log.input))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
 
+from tests.rings import few
 from xgpt.core.schema import Offer, Ranged, Recommendation
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, Gain, Measurement, OfferedCluster, Process, Sized
 from xgpt.deciding import words
@@ -82,6 +84,7 @@ WHY = {
 }
 
 
+@cache
 def answers() -> list[Recommendation]:
     found = []
     loads, shapes = (None, HELD, UNSURE, LOST, IN_A_WINDOW), ((), UNVERIFIED, ("pipelines", "drafts"))
@@ -120,7 +123,7 @@ def answers() -> list[Recommendation]:
 
 
 @pytest.mark.parametrize(
-    "end", ["", "A page: xgpt report plan.json.", "A new start: 65 s, after 13 s for running requests."]
+    "end", few(["A new start: 65 s, after 13 s for running requests.", "A page: xgpt report plan.json.", ""], 2)
 )
 def test_every_kind_of_answer_fits_on_fifteen_lines(end: str) -> None:
     """`plan --among` printed 18 lines, `compare` and `replan` on a log that is not held 19, and `plan --devices` 16."""

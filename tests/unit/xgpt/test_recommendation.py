@@ -370,7 +370,7 @@ def test_a_rate_near_saturation_says_for_how_long_it_was_simulated() -> None:
 def test_no_command_names_the_file_of_another_plan() -> None:
     """The runner-up's command in the JSON started the plan that the file had, on another kind of GPU."""
     found = xgpt.solve(
-        model="opt-13b", cluster="a40x4", latency_bound_s=20, objective="saturated", engine="xgpt", path="mine.json"
+        model="opt-13b", cluster="h200x1", latency_bound_s=20, objective="saturated", engine="xgpt", path="mine.json"
     ).recommendation
     assert found.runner_up is not None and found.best.name != found.runner_up.name
     assert "mine.json" in found.best.processes[0].command and not found.runner_up.processes

@@ -1,11 +1,14 @@
 """Calibration: a profile that is wrong by factors is put right from a log of steps."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
 from tests.planned import placements_of, planned
 from xgpt.core.errors import InputError
+from xgpt.core.schema import Plan
 from xscheduler.problem import Problem
 from xscheduler.replanning.replanner import BackgroundPlanner
 from xscheduler.schedule import Scheduler
@@ -20,13 +23,22 @@ PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
 T5 = problem("t5-11b", "h200x1", "translation", 6.0)
 
 
+def best(subject: Problem, kind: str) -> Plan:
+    return _best(subject is T5, kind)
+
+
+@cache
+def _best(is_t5: bool, kind: str) -> Plan:
+    return Scheduler(T5 if is_t5 else PROBLEM).best((kind,))
+
+
 def factors(**given: float) -> dict[str, float]:
     return dict.fromkeys(PARTS, 1.0) | given
 
 
 @pytest.mark.parametrize(("subject", "kind"), [(PROBLEM, "rra"), (PROBLEM, "chunked"), (T5, "rra"), (T5, "orca")])
 def test_a_slower_machine_is_found(subject: Problem, kind: str) -> None:
-    plan = Scheduler(subject).best((kind,))
+    plan = best(subject, kind)
     truth = corrected(subject.profile, factors(tokens=1.2, decode_attention=1.5), "calibration", "made up")
     _, log = simulate(plan, truth, plan.workload, 400, np.random.default_rng(0))
     profile, found = calibrate(plan, subject.profile, log)
@@ -39,7 +51,7 @@ def test_a_slower_machine_is_found(subject: Problem, kind: str) -> None:
 
 
 def test_steps_that_tell_of_the_machine_are_left_out() -> None:
-    plan = Scheduler(PROBLEM).best(("rra",))
+    plan = best(PROBLEM, "rra")
     _, log = simulate(plan, PROBLEM.profile, plan.workload, 400, np.random.default_rng(0))
     rng = np.random.default_rng(1)
     late_ns = 10**9 * np.cumsum(rng.random(len(log)) < 0.03)
@@ -54,7 +66,7 @@ def test_steps_that_tell_of_the_machine_are_left_out() -> None:
 
 def test_a_log_of_several_replicas_is_that_of_each() -> None:
     """Each replica numbers its own steps: their log, in the order of time, has every number twice."""
-    one = Scheduler(PROBLEM).best(("rra",))
+    one = best(PROBLEM, "rra")
     plan = one.model_copy(update={"replicas": 2})
     _, log = simulate(one, PROBLEM.profile, one.workload, 400, np.random.default_rng(0))
     slower = [r._replace(start_ns=2 * r.start_ns, end_ns=2 * r.end_ns, replica=1) for r in log]
@@ -103,7 +115,7 @@ def test_several_devices_calibrate_nothing() -> None:
 
 
 def test_a_short_log_is_refused() -> None:
-    plan = Scheduler(PROBLEM).best(("rra",))
+    plan = best(PROBLEM, "rra")
     _, log = simulate(plan, PROBLEM.profile, plan.workload, 400, np.random.default_rng(0))
     with pytest.raises(InputError, match="replay more"):
         calibrate(plan, PROBLEM.profile, log[:60])
@@ -112,14 +124,14 @@ def test_a_short_log_is_refused() -> None:
 @pytest.mark.parametrize("subject", [PROBLEM, T5], ids=["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("kind", ["rra", "orca"])
 def test_a_log_of_the_profile_itself_is_predicted_to_the_nanosecond(subject: Problem, kind: str) -> None:
-    plan = Scheduler(subject).best((kind,))
+    plan = best(subject, kind)
     _, log = simulate(plan, subject.profile, plan.workload, 200, np.random.default_rng(0))
     steps = steps_of(plan, subject.profile, log)
     np.testing.assert_allclose(steps.parts.sum(axis=1), steps.seconds, rtol=0, atol=1.1e-9)
 
 
 def test_a_server_predicts_the_steps_of_an_encoder_decoder() -> None:
-    plan = Scheduler(T5).best(("orca",))
+    plan = best(T5, "orca")
     planner = BackgroundPlanner(plan, T5.profile)
     cost = LaneCost(T5.model, T5.profile, whole(T5.model))
     (alone,) = cost.step(StepCounts([(0, 50, 1)], 2, 1 + 5 + 1 + 7, 3, 52, (50 + 30 + 40) / 3))

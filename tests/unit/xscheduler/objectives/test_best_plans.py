@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rings import few
+from tests.rings import ALL, few
 from xgpt import api
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Capacity, Ceiling, Constraint, Workload
@@ -25,6 +25,7 @@ from xsimulator.capacity import CapacitySearch
 from xsimulator.run import check_fits
 
 # T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
+CLUSTER = "a40x8" if ALL else "a40x4"
 SUBJECT = {"model": "t5-11b", "workload": "summarization", "latency_bound_s": 12, "objective": "saturated"}
 
 
@@ -34,7 +35,7 @@ def plans_of(**asked):
 
 @pytest.fixture(scope="module")
 def both():
-    return plans_of(cluster="a40x8", policy="waa")
+    return plans_of(cluster=CLUSTER, policy="waa")
 
 
 @pytest.mark.long
@@ -52,7 +53,7 @@ def test_waa_is_the_better_of_its_two_allocations(both):
 
 @pytest.mark.parametrize(("kind", "allocation"), few([("waa-c", "compute"), ("waa-m", "memory")]))
 def test_each_allocation_can_be_asked_for(both, kind, allocation):
-    (alone,) = plans_of(cluster="a40x8", policy=kind).values()
+    (alone,) = plans_of(cluster=CLUSTER, policy=kind).values()
     assert alone.policy.kind == "waa" and alone.policy.allocation == allocation
     assert alone.stages == both[kind].stages
     assert alone.estimate.throughput_rps == both[kind].estimate.throughput_rps
@@ -60,8 +61,8 @@ def test_each_allocation_can_be_asked_for(both, kind, allocation):
 
 @pytest.mark.long
 def test_auto_and_exegpt_show_both(both):
-    assert {"rra", "waa-c", "waa-m"} == set(plans_of(cluster="a40x8", policy="exegpt"))
-    found = plans_of(cluster="a40x8")
+    assert {"rra", "waa-c", "waa-m"} == set(plans_of(cluster=CLUSTER, policy="exegpt"))
+    found = plans_of(cluster=CLUSTER)
     assert {"waa-c", "waa-m"} < set(found) and found["waa-m"].stages == both["waa-m"].stages
 
 
@@ -76,8 +77,8 @@ def test_the_number_of_devices_is_chosen_under_the_order_of_the_plan(devices):
 
 
 def test_two_devices_can_be_divided_in_one_way():
-    (by_compute,) = plans_of(cluster="a40x8", policy="waa-c", devices=2).values()
-    (by_memory,) = plans_of(cluster="a40x8", policy="waa-m", devices=2).values()
+    (by_compute,) = plans_of(cluster=CLUSTER, policy="waa-c", devices=2).values()
+    (by_memory,) = plans_of(cluster=CLUSTER, policy="waa-m", devices=2).values()
     assert (by_compute.policy.allocation, by_memory.policy.allocation) == ("compute", "memory")
     assert by_compute.estimate.throughput_rps == by_memory.estimate.throughput_rps
     planned = api.solve(**SUBJECT, cluster="a40x8", policy="waa", devices=2)
