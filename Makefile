@@ -15,9 +15,9 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m tools.demo
 
 # A file of tests stays in one process: its fixtures are made once. Four processes keep two cores busy, since many tests
-# wait.
+# wait. Processes that may store what Python compiled start sooner.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long"
 

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,12 +16,14 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import httpx
 import httpx._transports.default
 import pytest
 
+from tests import rings
 from tests.kernels import compile_all
 from tests.rings import ALL, examples, shorten
 from xgpt.core.compiled_code import set_directory
@@ -66,6 +69,17 @@ set_directory()
 os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    rings.only_first = config.option.markexpr == "not long"
+
+
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Make no items of a long function where they would all be left out."""
+    if rings.only_first and isinstance(obj, FunctionType):
+        return [] if any(mark.name == "long" for mark in getattr(obj, "pytestmark", ())) else None
+    return None
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     _compile(session, wait=False)
 
@@ -86,15 +100,34 @@ def pytest_collection(session: pytest.Session) -> None:
         arguments[:] = [str(tests / name) for name in sorted(set(folders), key=lambda name: (name < first, name))]
 
 
+_IMPORTS_TRANSFORMERS = re.compile(r"^ +(from|import) transformers\b", re.MULTILINE)
+
+
+@lru_cache(None)
+def _together(config: pytest.Config, file: str) -> str:
+    """Name what stays in one process: the tests of a file and, unless they are all that runs, all attacks, which share
+    a server, and in the first ring all comparisons with transformers, which takes six seconds to import.
+    """
+    if file.startswith("tests/attack/"):
+        return file if config.getoption("--attack-report", None) else "attacks"
+    if ALL:
+        return file
+    if file.startswith("tests/numerics/") or _IMPORTS_TRANSFORMERS.search((config.rootpath / file).read_text()):
+        return "transformers"
+    return file
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep in one process what shares a server: the tests of a file and, unless they are all that runs, all attacks."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_attack = nodeid.startswith("tests/attack/") and not config.getoption("--attack-report", None)
-            return "attacks" if is_attack else super()._split_scope(nodeid)
+            return _together(config, _file(nodeid))
 
     return Scheduling(config, log)
 
@@ -104,15 +137,17 @@ SECONDS = Path(__file__).parent / "seconds.json"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here, and begin with the files that take longest; new files come before them."""
+    """Leave out what cannot run here, and begin with what takes longest together; new files come before it."""
     here = [item for item in items if not any(True in mark.args for mark in item.iter_markers("skipif"))]
     kept = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    seconds = json.loads(SECONDS.read_text())
+    seconds, together = json.loads(SECONDS.read_text()), Counter[str]()
+    for file in {_file(item.nodeid) for item in here}:
+        together[_together(config, file)] += seconds.get(file, float("inf"))
 
-    def place(item: pytest.Item) -> tuple[float, str]:
-        file = item.nodeid.partition("::")[0]
-        return -seconds.get(file, float("inf")), file
+    def place(item: pytest.Item) -> tuple[float, str, str]:
+        name = _together(config, _file(item.nodeid))
+        return -together[name], name, _file(item.nodeid)
 
     items[:] = sorted(here, key=place)
 
@@ -123,7 +158,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         ran: Counter[str] = Counter()
         for report in chain.from_iterable(terminalreporter.stats.values()):
             if isinstance(report, pytest.TestReport):
-                ran[report.nodeid.partition("::")[0]] += report.duration
+                ran[_file(report.nodeid)] += report.duration
         root = terminalreporter.config.rootpath
         seconds = json.loads(SECONDS.read_text()) | {file: round(took, 1) for file, took in ran.items()}
         seconds = {file: seconds[file] for file in sorted(seconds) if (root / file).exists()}

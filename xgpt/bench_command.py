@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from xgpt.comparing.flags import parts_of
 from xgpt.core.errors import InputError
@@ -137,7 +137,7 @@ def _drawn(given: Flags, tool: dict[str, Any], name: str, count: int, rng: np.ra
         raise InputError("bench", None, f"give --{tool[name]['flags'][0]}: without it, lengths are the model's own")
     strata = (rng.permutation(count) + 0.5) / count
     if tool["range"] == "normal":
-        return np.maximum(1.0, mean + (_number(given, tool, f"{name}_deviation") or 0.0) * norm.ppf(strata))
+        return np.maximum(1.0, mean + (_number(given, tool, f"{name}_deviation") or 0.0) * ndtri(strata))
     text = _text(given, tool, "ratio") or "0"
     ratio = _positive(parts_of(text).get(name, text), tool["ratio"]["flags"][0])
     lowest, highest = (1 - ratio, 1 + ratio) if tool["range"] == "around" else (min(ratio, 1.0), 1.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtr
 
 from benchmarks.papers.claims import Claim, Found, Table, held_at, joint, judged, within
 from benchmarks.papers.settings import best, faster_transformer, problem, workload_of
@@ -321,7 +321,7 @@ def in_runs(workload: Workload, num: int, run: int) -> TraceLengths:
     blocks = np.array_split(np.arange(num), max(1, num // run))
     normal = normal[np.concatenate([blocks[i] for i in rng.permutation(len(blocks))])]
     lengths = [
-        np.asarray(one.lengths)[np.searchsorted(np.cumsum(one.probabilities), norm.cdf(column) * (1 - 1e-9))]
+        np.asarray(one.lengths)[np.searchsorted(np.cumsum(one.probabilities), ndtr(column) * (1 - 1e-9))]
         for one, column in zip((workload.input, workload.output), normal.T, strict=True)
     ]
     return TraceLengths(*lengths, None)

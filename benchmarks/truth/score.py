@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 import numpy as np
-from scipy.stats import binom
 
 from benchmarks.truth.sources import Row
 from xprofiler.ranges import Quantity, errors_in, likely
@@ -113,6 +112,8 @@ def by_chance(classes: list[tuple[float, int, int]]) -> str:
     """Say how many of these shares (with their numbers of rows and sources) lie outside `AIM`, and how many would by
     chance if ranges held for exactly nine of ten figures.
     """
+    from scipy.stats import binom
+
     low, high = AIM
 
     def missed(number: int) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer
 
 from tests.attack.target import Target, attacked, save_checkpoint
@@ -117,6 +116,8 @@ def test_lm_evals_tasks_that_generate(target: Target, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokenized", [True, False])
 def test_lm_evals_tasks_that_score(target: Target, checkpoint: Path, tmp_path: Path, tokenized: bool) -> None:
     """Answers' log probabilities, of token ids and of texts, are those that Hugging Face's model gives."""
+    import transformers
+
     choices = ["2", "4", " or so"]
     task = {
         "output_type": "multiple_choice",

@@ -26,7 +26,7 @@ SCENARIOS = (
 
 
 EVERY_SCENARIO = pytest.mark.parametrize(
-    "scenario", few(SCENARIOS, whole=True), ids=["-".join(scenario[:3]) for scenario in SCENARIOS]
+    "scenario", few(SCENARIOS, whole=True), ids=("-".join(scenario[:3]) for scenario in SCENARIOS)
 )
 
 

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 
 import torch
-import transformers
 
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.schema import DType
@@ -275,6 +274,8 @@ def random_shape(rng, family):
 
 def classes_of(family):
     """Return the classes of `transformers` for a family's config and model."""
+    import transformers
+
     config_class = transformers.CONFIG_MAPPING[family]
     models = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if family == "t5":

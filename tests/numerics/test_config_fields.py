@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
 from tests.numerics.steps import start
@@ -54,6 +53,8 @@ SHORT = {
 
 def fields_of(family):
     """All that the tables know, what the class of `transformers` knows, and one that nothing knows."""
+    import transformers
+
     family_fields = config_fields.FIELDS[family]
     known = (
         family_fields.read
@@ -90,6 +91,8 @@ def own_logits(directory):
 
 def their_logits(directory, family, inputs):
     """The same of transformers with its own cache, fed with these tokens; None where it refuses the checkpoint."""
+    import transformers
+
     kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
     try:
         eager = {"experts_implementation": "eager"} if family in WITH_EXPERTS else {}

@@ -16,7 +16,6 @@ import jsonschema
 import openai
 import pytest
 import torch
-import transformers
 
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
@@ -160,6 +159,8 @@ def test_echo_begins_with_the_prompt(target: Target) -> None:
 
 def test_a_prompts_tokens_are_scored(target: Target, checkpoint: Path) -> None:
     """As Hugging Face's model scores them, though their keys and values be there already, whole and in a stream."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     text = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
     ids = target.ask("POST", "/tokenize", {"prompt": text})[1]

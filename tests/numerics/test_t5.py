@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.models.t5.modeling_t5 import T5Attention
 
 import xrunner.models.encoder_decoder as encoder_decoder
 import xrunner.worker as worker_module
@@ -71,6 +70,8 @@ def test_configs_of_older_checkpoints(checkpoint, tmp_path, name, kept):
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (8, 20), (9, 50)])
 def test_buckets_are_those_of_transformers(checkpoint, bidirectional, buckets, longest):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
     spec = read_spec(checkpoint("t5-tied")[0])
     spec = spec.model_copy(update={"relative_buckets": buckets, "relative_max_distance": longest})
     distance = torch.arange(-300, 300)

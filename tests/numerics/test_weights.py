@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.checkpoints import load_checkpoint
@@ -60,6 +59,8 @@ def test_checkpoint_of_the_bare_model_loads(checkpoint, tmp_path, name):
 
 
 def test_the_language_model_of_a_checkpoint_that_takes_images_loads(checkpoint, tmp_path):
+    import transformers
+
     directory, model = checkpoint("gemma3_text-grouped")
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     ids = {"image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202}
@@ -194,6 +195,8 @@ def test_weights_that_are_not_finite(small_opt, tmp_path, value, dtype):
 
 
 def test_a_single_file_is_taken_before_an_index(small_opt, sharded, tmp_path):
+    import transformers
+
     single = copy_with(small_opt[0], tmp_path / "single")
     for path in (*shards_of(sharded), sharded / "model.safetensors.index.json"):
         (single / path.name).write_bytes(path.read_bytes())
@@ -218,6 +221,8 @@ def test_an_adapter_is_refused(small_opt, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gpt2-tied", "t5-tied"])
 def test_a_head_that_is_stored_beside_tied_embeddings_is_the_head(checkpoint, tmp_path, name):
+    import transformers
+
     directory = copy_with(checkpoint(name)[0], tmp_path / "changed")
     embedding = read_spec(directory).family
     names = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight", "t5": "shared.weight"}
@@ -242,6 +247,8 @@ def test_an_embedding_of_its_own_in_a_stack_is_refused(checkpoint, tmp_path, sta
     [({}, {"decoder_start_token_id": 9}, 9), ({}, None, 5), ({}, {"bos_token_id": 8}, 8)],
 )
 def test_what_a_decoder_starts_with(checkpoint, tmp_path, config, generation, expected):
+    import transformers
+
     directory = copy_with(checkpoint("t5-tied")[0], tmp_path / "changed", **config)
     (directory / "generation_config.json").unlink()
     if generation is not None:

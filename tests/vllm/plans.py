@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from xgpt.core.schema import Admission, Constraint, KvPromise, Plan, RraSettings, SingleLaneSettings, Stage, WaaSettings
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
@@ -11,6 +13,15 @@ from xscheduler.schedule import Scheduler
 
 def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromise = "reserve") -> Plan:
     """A plan with these settings, whose steps encode 300 tokens on average with 24 requests in decode."""
+    plan = _planned()
+    stage = plan.stages[0].model_copy(update={"kv_blocks": kv_tokens // plan.block_size})
+    estimate = plan.estimate.model_copy(update={"encode_tokens": 300.0, "decode_batch": 24.0})
+    admission = Admission(kv=kv, max_running=40 if kv == "quantile" else None)
+    return plan.model_copy(update={"policy": policy, "estimate": estimate, "stages": (stage,), "admission": admission})
+
+
+@cache
+def _planned() -> Plan:
     spec, _ = load_model("opt-125m")
     cluster = load_cluster("h200x1")
     problem = Problem(
@@ -21,11 +32,7 @@ def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromi
         analytic.profile(spec, cluster, "float32"),
         Constraint(),
     )
-    plan = Scheduler(problem).best(("rra",))
-    stage = plan.stages[0].model_copy(update={"kv_blocks": kv_tokens // plan.block_size})
-    estimate = plan.estimate.model_copy(update={"encode_tokens": 300.0, "decode_batch": 24.0})
-    admission = Admission(kv=kv, max_running=40 if kv == "quantile" else None)
-    return plan.model_copy(update={"policy": policy, "estimate": estimate, "stages": (stage,), "admission": admission})
+    return Scheduler(problem).best(("rra",))
 
 
 def waa_plan(groups: int = 1) -> Plan:

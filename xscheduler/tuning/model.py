@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.interpolate import RBFInterpolator
-from scipy.stats import norm, qmc
+from scipy.special import ndtri
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import ChunkedSettings, Plan, Profile
@@ -116,9 +116,11 @@ class EngineModel:
         layer = problem.profile.layers[0]
         self._least_step_s = layer.rest.seconds[0] * problem.model.num_layers
         dimensions = len(Fit._fields)
-        self._scores = norm.ppf(qmc.Sobol(dimensions, seed=seed).random(DESIGN + 16)[:DESIGN])
+        from scipy.stats import qmc  # takes a second to import
+
+        self._scores = ndtri(qmc.Sobol(dimensions, seed=seed).random(DESIGN + 16)[:DESIGN])
         self.fits = self.prior.fits(self._scores, self._least_step_s)
-        self.samples: Array = norm.ppf(qmc.Sobol(dimensions, seed=seed + 1).random(SAMPLES))
+        self.samples: Array = ndtri(qmc.Sobol(dimensions, seed=seed + 1).random(SAMPLES))
 
     def belief(self) -> Belief:
         rates = np.asarray([self.rates(fit) for fit in self.fits])

@@ -17,9 +17,7 @@ from tests.rings import few
 from xgpt import api
 from xgpt.cli.render import plans_table
 from xgpt.core.schema import Capacity, ChunkedSettings, Constraint, Histogram, Plan
-from xgpt.pages import charts, render
 from xgpt.reporting.plan_text import schedule_in_words
-from xgpt.reporting.report import NUM_REQUESTS, _frontier, _histogram, report
 from xgpt.resolve import load_engine
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.placement import Placement
@@ -35,6 +33,8 @@ def a_plan(kind: str, latency_bound_s: float | None = 4.0) -> Plan:
 
 
 def page_of(plan: Plan) -> str:
+    from xgpt.reporting.report import report
+
     return report(plan, problem("llama-3.1-8b", "h200x1", "orca").profile, np.random.default_rng(0))
 
 
@@ -47,6 +47,8 @@ def test_a_pipelines_step_has_its_share_of_the_token_budget() -> None:
 
 def test_a_longest_length_that_was_shortened_is_not_the_longest_requests() -> None:
     """The page named 28768 tokens of a log whose longest input has 30000."""
+    from xgpt.reporting.report import _histogram
+
     lengths = Histogram(lengths=(10, 60), probabilities=(0.5, 0.5))
     workload = SimpleNamespace(output=Histogram(lengths=(4, 40), probabilities=(0.5, 0.5)))
     for context, said in ((100, "the longest counts as 60, so that"), (101, "the longest request has 60.")):
@@ -80,6 +82,8 @@ def test_the_report_says_what_the_plan_says(kind: str) -> None:
 
 @pytest.mark.long
 def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() -> None:
+    from xgpt.reporting.report import NUM_REQUESTS
+
     plan = a_plan("rra")
     plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"sla": "request"})})
     profile = problem("llama-3.1-8b", "h200x1", "orca").profile
@@ -100,6 +104,8 @@ def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
 
 def test_the_page_of_what_runs_now_names_its_file_and_shows_bounds_that_it_never_keeps() -> None:
     """It named plan.json, another plan's file, and bounds that a plan keeps at no rate ended a report."""
+    from xgpt.reporting.report import report
+
     asked = problem("llama-3.1-8b", "h200x1", "orca").under(Constraint(objective="arrivals", ttft_s=1e-3))
     plan = Scheduler(asked).score(ChunkedSettings(token_budget=512, max_batch=8), Placement.of(a_plan("chunked")))
     page = report(plan.proven(NOT_SEARCHED), asked.profile, np.random.default_rng(0), "current.json")
@@ -121,6 +127,9 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
 @pytest.mark.long
 def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for 4 of 8 devices stood below the curves of 8, and one with a draft below those of rra."""
+    from xgpt.pages import charts
+    from xgpt.reporting.report import _frontier
+
     shown: list[list[charts.Series]] = []
     monkeypatch.setattr(charts, "frontier", lambda lines, *_, **__: shown.append(lines))
     asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "objective": "saturated", "latency_bound_s": 40}
@@ -133,6 +142,9 @@ def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest
 
 
 def test_curves_are_of_policies_that_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xgpt.pages import charts
+    from xgpt.reporting.report import _frontier
+
     monkeypatch.setattr(charts, "frontier", lambda lines, *_, **__: [line.name for line in lines])
     profile, plan = problem("llama-3.1-8b", "h200x1", "orca").profile, a_plan("chunked")
     for engine, shown in (("sglang", ["chunked"]), ("vllm", ["chunked", "orca", "rra", "static"])):
@@ -151,6 +163,8 @@ def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
 
 
 def test_a_value_that_is_left_out_is_an_error() -> None:
+    from xgpt.pages import render
+
     with pytest.raises(Exception, match="heading"):
         render("report.html")
 

@@ -7,14 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tests.rings import examples, few
 from xgpt.core.policies import LaneSettings, OneLane, Pool
@@ -40,6 +32,8 @@ def draws(params: SamplingParams, logits: torch.Tensor, count: int) -> np.ndarra
 
 def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray:
     """The distribution as transformers' own warpers make it, in double precision."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
     scores = TemperatureLogitsWarper(params.temperature)(None, logits.double()[None])
     if params.top_k:
         scores = TopKLogitsWarper(params.top_k)(None, scores)
@@ -52,6 +46,8 @@ def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray:
 
 def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     """Nothing that has no probability; chi-square over the rest, rare tokens taken together."""
+    from scipy import stats
+
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities * len(tokens)
@@ -101,6 +97,8 @@ def test_the_extremes() -> None:
 
 
 def test_draws_are_even_and_independent_of_neighbours() -> None:
+    from scipy import stats
+
     seeds, positions = (a.ravel() for a in np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300)))
     settings = np.full(len(seeds), Sampler(VOCAB, CPU)._settings_of(np.zeros(1, int))[0])
     settings["seed"], settings["temperature"], settings["top_k"] = seeds, 1, VOCAB
@@ -171,6 +169,8 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     sampler = Sampler(VOCAB, CPU)
     prompt, output = [3, 3, 11], [7]
     sampler.start(0, SamplingParams(repetition_penalty=1.7), output, prompt)
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     warp, row = RepetitionPenaltyLogitsProcessor(1.7), np.zeros(1, dtype=np.int64)
     for line in logits:
         expected = int(warp(torch.tensor([[*prompt, *output]]), line[None].clone()).argmax())

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from xgpt.checkpoints.files import default_output, read_spec
 
@@ -30,6 +29,8 @@ ADDED = [{"id": 7, "content": "<|im_end|>"}, {"id": 8, "content": "</s>"}]
 def test_the_tokenizers_end_token_ends_outputs_too(
     settings: dict[str, Any], tokenizer: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
 ) -> None:
+    import transformers
+
     transformers.OPTConfig(vocab_size=100, eos_token_id=5).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.rings import few
 from xgpt.api import solve
@@ -43,6 +41,8 @@ BUILT = sorted(PLANNED - set().union(*NOT_BUILT.values()))
 
 def spec_like(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
     """Return what is read of a family's default config, with some fields changed, and that config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     config = CONFIG_MAPPING[family](**changes)
     given = json.loads(json.dumps(config.to_dict(), default=str))
     return spec_of(given | {"model_type": family}, family), config
@@ -51,6 +51,8 @@ def spec_like(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.long) for f in BUILT])
 def test_a_model_has_as_many_weights_as_the_one_that_transformers_builds(family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
     spec, config = spec_like(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -73,6 +75,9 @@ PARTIAL: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", few(PARTIAL))
 def test_sizes_that_follow_from_others_are_no_constants(family: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     sizes = PARTIAL[family] | {"num_hidden_layers": 2}
     spec = spec_of(sizes | {"model_type": family}, family)
     with torch.device("meta"):
@@ -285,6 +290,8 @@ def test_sizes_are_those_that_vllm_states_of_its_fixtures(name: str) -> None:
     ],
 )
 def test_families_of_vllm_s_fixtures_that_are_not_read_say_why(family: str, why: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     config = CONFIG_MAPPING[family]().to_dict() if family in CONFIG_MAPPING else {}
     with pytest.raises(InputError, match=f"model_type: '{family}(_text)?' .*xgpt does not plan this family: .*{why}"):
         spec_of(config | {"model_type": family}, family)

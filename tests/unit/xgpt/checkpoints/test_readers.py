@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.planned import num_params
 from xgpt.checkpoints.files import read_spec
@@ -45,6 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(case: str, **more: Any) -> Any:
+    import transformers
+
     name, settings = CASES[case]
     family = {"Gemma3": "Gemma3Text"}.get(name, name)
     return getattr(transformers, f"{family}Config")(**(SIZES | settings | more))
@@ -59,6 +60,8 @@ def read(directory: Path, config: Any) -> ModelSpec:
 @pytest.mark.parametrize("case", CASES)
 def test_matrices_are_those_of_the_model(case: str, tmp_path: Path) -> None:
     """By their number of weights: transformers builds the model from the same file."""
+    import transformers
+
     config = config_of(case)
     spec = read(tmp_path, config)
     with torch.device("meta"):
@@ -78,6 +81,8 @@ def test_windows_are_those_of_the_config(case: str, tmp_path: Path) -> None:
 
 
 def test_gemma_3_with_images_is_read_as_its_language_model(tmp_path: Path) -> None:
+    import transformers
+
     text = config_of("gemma3", tie_word_embeddings=True)
     config = transformers.Gemma3Config(text_config=text.to_dict())
     both = read(tmp_path / "both", config)

@@ -13,7 +13,6 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import ArrivalProcess
-from xgpt.reporting.report import report
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
 from xsimulator.events import replay
@@ -69,6 +68,8 @@ def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_do
 
 
 def test_the_report_shows_each_class_with_its_bounds_and_the_share_that_keeps_them(plain: Planned) -> None:
+    from xgpt.reporting.report import report
+
     page = report(plain.best, plain.problem.profile, np.random.default_rng(0))
     table = page[page.index("Classes of requests") :]
     table = re.sub(r"<[^>]+>", " ", table[: table.index("</table>")])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from tests.rings import examples
 from tests.traces import write
@@ -31,6 +30,8 @@ def rng(seed: int = 7) -> np.random.Generator:
     ("mean", "sd", "max_"), [(32, 13, 80), (128, 68, 320), (192, 93, 480), (256, 252, 512), (20, 4.47, 100)]
 )
 def test_normal_is_the_density_integrated_over_each_length(mean: float, sd: float, max_: int) -> None:
+    from scipy import stats
+
     histogram = workload.histogram(TruncatedNormal(mean=mean, sd=sd, max=max_))
     cut = stats.truncnorm((0.5 - mean) / sd, (max_ + 0.5 - mean) / sd, mean, sd)
     k = np.arange(1, max_ + 1)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from xgpt.core.schema import Histogram, Workload
 from xgpt.core.workload import histogram_of, sample
@@ -97,6 +96,8 @@ def test_the_longest_allowed_output_is_planned_for() -> None:
 
 
 def test_counts_that_chance_explains_and_such_that_it_does_not() -> None:
+    from scipy.stats import chi2
+
     planned = Histogram(lengths=(10, 20), probabilities=(0.5, 0.5))
     seven = Histogram(lengths=(10, 20), probabilities=(0.7, 0.3))
     # 70 of 100 where half was planned: 100 KL(0.7 || 0.5) = 8.23 nats with one degree of freedom.

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.processes import free_port
 from xrunner.cluster.looking import look
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 ROOT = Path(__file__).parents[4]
 NODES = [{"NodeID": "a" * 56, "NodeManagerAddress": "10.0.0.2"}]
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import (
     CHAT_TEMPLATE,
@@ -374,6 +373,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_renders_as_transformers_does(source: str, add_generation_prompt: bool) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     theirs = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, bos_token="<s>", eos_token="</s>")
     messages = [*MESSAGES, {"role": "assistant", "content": "<b>&"}]
     expected = theirs.apply_chat_template(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
-from transformers import AutoTokenizer
 
 from tests.fakes import byte_tokenizer
 from xrunner.server.api.chat import ChatTemplate
@@ -72,6 +71,8 @@ def write(directory: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_autotokenizer(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     directory = write(tmp_path, kind)
     right, codec = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
     assert codec is not None
@@ -86,6 +87,8 @@ def test_tokens_are_those_of_autotokenizer(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["settings", "files"])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_chats_with_functions_take_the_template_for_them(where: str, tools: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     directory = write(tmp_path, "named templates" if where == "settings" else "plain")
     if where == "files":
         (directory / "chat_template.jinja").write_text(PLAIN)

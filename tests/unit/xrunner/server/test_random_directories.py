@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tests.fakes import byte_tokenizer
 from tests.rings import examples
@@ -195,6 +194,8 @@ def write_directory(rng: random.Random, directory: Path) -> Path:
 
 def stops(directory: Path, end: int | None) -> set[int]:
     """Return the tokens that stop an output by transformers: those of generation, and the tokenizer's own."""
+    from transformers import AutoConfig, GenerationConfig
+
     if (directory / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(directory).eos_token_id
     else:
@@ -213,6 +214,8 @@ def rendered(render: Callable[[], str]) -> str | None:
 
 def differences(directory: Path) -> list[str]:
     """Return what of a directory is read in another way than by transformers."""
+    from transformers import AutoTokenizer
+
     right, codec = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
     assert codec is not None
     found = []

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import byte_codec
 from xgpt.core.errors import InputError
@@ -119,6 +118,8 @@ def suffixed() -> Tokenizer:
 @pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback, word_piece, suffixed])
 def test_pieces_join_to_what_transformers_decodes(make) -> None:
     """Special tokens anywhere, and ids that the tokenizer lacks; random tokens, where any of them make a text."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = make()
     codec, reference = TextCodec(tokenizer), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     reference.add_special_tokens({"additional_special_tokens": SPECIAL})
