@@ -21,11 +21,11 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.fleets import with_confidence
-from xgpt.deciding.keeping import keeping_most
+from xgpt.deciding.keeping import keeping_most, with_larger_batches
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
-from xgpt.deciding.sizing import Sizing, cheapest_verified, of_verified_shape, surest_first
+from xgpt.deciding.sizing import Sizing, cheapest_verified, comes_first, of_verified_shape, surest_first
 from xgpt.deciding.verified import unverified_shape
 from xgpt.problems import model_of, resolve, turns_in
 from xgpt.requests import FleetRequest, PlanRequest, as_plan_request, plan_request
@@ -254,6 +254,9 @@ def _found(
         if unverified_shape(best.draft):
             drafts = best.draft, other
             other = of_verified_shape(first, drafts, problem.profile, load, request.confidence) or other
+    kind, best = next(iter(found.items()))
+    if other is not None and resolved.beside_profile is None and comes_first(other, best.draft, problem.profile, load):
+        found, other = found | {kind: replace(best, draft=other)}, best.draft
     is_unsure = judged is not None and judged.confidence < request.confidence
     shapes = next(iter(found.values())).other_shapes if is_unsure else []  # of which more replicas may do
     if asked not in (None, problem.constraint):
@@ -306,8 +309,9 @@ def _find_each(request: PlanRequest, progress: Progress | None = None) -> FindEa
     how: dict[str, Any] = {"policy": request.policy, "search": request.search, "order": request.order}
 
     def find(problem: Problem) -> dict[str, Found]:
-        search = found_each if problem.workload.sessions is None else found_in_sessions
-        return search(problem, **how, progress=progress)
+        if problem.workload.sessions is not None:
+            return found_in_sessions(problem, **how, progress=progress)
+        return with_larger_batches(found_each(problem, **how, progress=progress), problem)
 
     return find
 

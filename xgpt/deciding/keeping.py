@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -22,6 +23,7 @@ from xscheduler.objectives.capacities import rated
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
+from xscheduler.tolerances import TOLERANCES
 from xsimulator.forecast import TUNED
 
 LOOSER = (1.5, 2.0, None)
@@ -58,15 +60,39 @@ def keeping_most(
     return found, other, tuple(draft for draft in given if draft is not best and draft is not other)
 
 
+def with_larger_batches(found: dict[str, Found], problem: Problem) -> dict[str, Found]:
+    """Return the schedules of an engine's own scheduler with larger batches than always fit, if it keeps the bounds at
+    a higher rate with them, and some memory free for those that run.
+    """
+    engine = problem.engine
+    if engine is None or not problem.constraint.maximises_arrivals or problem.speculation is not None:
+        return found
+    if not engine.spare_tokens:  # others preempt more: in vLLM they gained 0.1%
+        return found
+    return {
+        kind: replace(one, draft=_largest(one.draft, problem)) if engine.runs(kind) and rate_of(one.draft) else one
+        for kind, one in found.items()
+    }
+
+
+def _largest(draft: PlanDraft, problem: Problem) -> PlanDraft:
+    for larger in _with_larger_batches([draft], problem):
+        if rate_of(larger) > (1 + TOLERANCES.rate) * rate_of(draft):
+            return _largest(larger, problem)
+    return draft
+
+
 def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
     kept = load.kept(plan, problem.profile)
     return 0.0 if kept is None else kept.share
 
 
 def _with_larger_batches(drafts: Iterable[PlanDraft], problem: Problem) -> Iterator[PlanDraft]:
-    """Yield the schedules of an engine's own scheduler with larger batches, with which requests may be preempted."""
+    """Yield the schedules of an engine's own scheduler with larger batches, with which requests may be preempted. A
+    batch that the user has fixed stays.
+    """
     search, engine = scheduler(problem), problem.engine
-    for draft in drafts:
+    for draft in () if "max_batch" in problem.fixed else drafts:
         policy: Any = draft.policy
         if engine is None or not engine.admits_by_use or not hasattr(policy, "most_running"):
             continue

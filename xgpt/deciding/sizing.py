@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.numbers import rounded_down
+from xgpt.core.numbers import level_of, rounded_down
 from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
@@ -157,7 +157,7 @@ def surest_first(
                 best, judged = other, also
     if best is first.draft:
         return found, judged
-    return {kind: replace(first, draft=best), **{name: one for name, one in found.items() if name != kind}}, judged
+    return found | {kind: replace(first, draft=best)}, judged
 
 
 def of_verified_shape(
@@ -183,6 +183,19 @@ def of_verified_shape(
         shapes = (draft.but(pinned=first.draft.pinned) for draft in first.other_shapes)
         drafts += [draft for draft in shapes if not unverified_shape(draft)]
     return max(drafts, key=rank, default=None)
+
+
+def comes_first(other: PlanDraft, best: PlanDraft, profile: Profile, load: CarriedLoad | None) -> bool:
+    """Return whether a schedule of another shape is better than the one that a search ranks first: whether it keeps the
+    bounds at a higher rate on as many devices, is as well verified, and holds a load as surely in words.
+    """
+    is_known = bool(unverified_shape(other)) <= bool(unverified_shape(best))
+    if other.num_devices != best.num_devices or rate_of(other) <= rate_of(best) or not is_known:
+        return False
+    if load is None:
+        return True
+    sure, known = (_judge(draft, profile, load, 0.0).confidence for draft in (other, best))
+    return known > 0 and level_of(sure) == level_of(known)
 
 
 def _level(confidence: float | None, wanted: float) -> float:
