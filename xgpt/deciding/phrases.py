@@ -35,6 +35,7 @@ def load_in_words(
     sessions: SessionEstimate | None = None,
     wanted: float | None = None,
     is_brief: bool = False,
+    whose: str = "the",
 ) -> str:
     """Return the user's load, and what is kept at it, by its rate and over the whole log if there is one.
 
@@ -44,6 +45,7 @@ def load_in_words(
         is_lost: whether another deployment does not hold it, perhaps since more arrive for a minute.
         wanted: the probability with which it must be held.
         is_brief: whether the worst window is not named.
+        whose: whose bounds are kept, if several are spoken of.
     """
     text = f"{load.rate_per_s:.3g}/s" if sessions is None else per_s(load.rate_per_s, sessions)
     text += f" at its busiest ({load.window})" if load.window else ""
@@ -54,7 +56,7 @@ def load_in_words(
         text += f", held in {tenths(load.confidence)}{less}"
     kept = "" if is_kept_said else kept_in_words(load)
     kept = kept.partition(" (")[0] if is_brief and load.holds else kept
-    what = "" if load.num_requests is None else "the bounds for "
+    what = "" if load.num_requests is None else f"{whose} bounds for "
     where = "" if load.window else " at its own rate"
     return f"{text}; replayed{where}, it keeps {what}{kept}" if kept else text
 

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
@@ -119,7 +120,7 @@ def _sentences(
         is_replayed = load is not None and load.share_kept is not None
         lasts = "" if best.simulated_s is None or is_replayed else f", over {span(best.simulated_s)} of arrivals"
         rate = in_words(best.rate_per_s, "requests/s")
-        up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else " at no rate"
+        up_to = f"{spare} up to {rate}{lasts}" if best.rate_per_s.value else f" at no rate{spare[:-1]}"
         if best.rate_per_s.value or not (lost and is_replayed):  # another plan may keep them, but less of the log
             yield (SPARED if lost else NEEDED), f"Keeps {bounds_in_words(found.bounds)}{up_to}."
     elif not found.bounds:
@@ -129,9 +130,9 @@ def _sentences(
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
         is_lost = is_lost and not is_brief
-        said = load_in_words(
-            known, is_kept_said=keeps, is_lost=is_lost, sessions=sessions, wanted=found.wanted, is_brief=is_brief
-        )
+        whose = "your own" if found.nearest else "the"
+        how: dict[str, Any] = {"sessions": sessions, "wanted": found.wanted, "is_brief": is_brief, "whose": whose}
+        said = load_in_words(known, is_kept_said=keeps, is_lost=is_lost, **how)
         yield NEEDED, f"Your load: {said}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
@@ -236,7 +237,9 @@ def _never_kept(found: Recommendation) -> str:
     is_alike = len(factors) > 1 and max(factors) < 1.02 * min(factors)
     if is_alike:  # one alone may be tighter
         return f"{text}; each bound {max(factors):.3g} times as long can be kept: {nearest}"
-    return f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} found that one keeps: {nearest}"
+    return (
+        f"{text}; the nearest bound{'s' if len(found.nearest) > 1 else ''} found that one keeps at some rate: {nearest}"
+    )
 
 
 def _devices(found: Recommendation) -> str:
@@ -555,7 +558,8 @@ def gain_in_words(found: Recommendation) -> str:
         which = "The best other plan" if is_less else "The best plan"
         start = f"{which}, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
     if gain.factor is None:
-        return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate"
+        margin = f" with {100 * found.headroom:.3g}% to spare" if found.headroom and found.bounds else ""
+        return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate{margin}"
     unit = gain.unit.replace(" within the bounds", "")
     rates = f"{gain.then:.3g} against {gain.now:.3g} {unit}"
     if gain.factor.value < 1 + CLEAR_GAIN and other is None and is_lost:  # then what it keeps of the log decides

@@ -212,7 +212,7 @@ def test_bounds_that_are_loosened_together_are_said_to_be(small: Recommendation)
     assert "nearest" not in text
     alone = (loose[0], asked[1])
     text = " ".join(" ".join(lines(small.but(bounds=asked, nearest=alone), most=None)).split())
-    assert "; the nearest bounds found that one keeps: TTFT within 212 ms and TPOT within 3 ms." in text
+    assert "; the nearest bounds found that one keeps at some rate: TTFT within 212 ms and TPOT within 3 ms." in text
 
 
 def test_bounds_that_can_be_kept_are_not_rounded_down() -> None:
