@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 from xgpt.core.schema import Decision, Offer, Recommendation
 from xgpt.core.schema.estimate import SessionEstimate
@@ -130,9 +129,15 @@ def _sentences(
         known = load if found.now is None else load.but(num_requests=None)
         is_lost = found.now is not None and found.now.at_load is not None and not found.now.at_load.holds
         is_lost = is_lost and not is_brief
-        whose = "your own" if found.nearest else "the"
-        how: dict[str, Any] = {"sessions": sessions, "wanted": found.wanted, "is_brief": is_brief, "whose": whose}
-        said = load_in_words(known, is_kept_said=keeps, is_lost=is_lost, **how)
+        said = load_in_words(
+            known,
+            is_kept_said=keeps,
+            is_lost=is_lost,
+            sessions=sessions,
+            wanted=found.wanted,
+            is_brief=is_brief,
+            whose="your own" if found.nearest else "the",
+        )
         yield NEEDED, f"Your load: {said}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
