@@ -32,11 +32,13 @@ class Found:
 
     @cached_property
     def at_side(self) -> PlanDraft | None:
-        return None if self.beside is None else self.beside(self.draft)
+        found = None if self.beside is None else self.beside(self.draft)
+        return None if found is None else found.but(pinned=self.draft.pinned)
 
     @cached_property
     def other_shapes(self) -> list[PlanDraft]:
-        return [] if self.shapes is None else self.shapes(self.draft)
+        found = [] if self.shapes is None else self.shapes(self.draft)
+        return [draft.but(pinned=self.draft.pinned) for draft in found]
 
     @property
     def plan(self) -> Plan:

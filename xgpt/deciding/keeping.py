@@ -43,8 +43,7 @@ def keeping_most(
     if kept is None or kept.holds(problem.constraint.quantile):
         return found, beside, ()
     given = [first.draft, *(() if beside is None else (beside,))]
-    pinned = first.draft.pinned
-    shapes = [draft.but(pinned=pinned) for draft in first.other_shapes]  # that of the highest rate may keep least
+    shapes = first.other_shapes  # that of the highest rate may keep least
     each = {(Placement.of(draft).degrees, draft.replicas, draft.policy): draft for draft in [*given, *shapes]}
     tried = [*each.values(), *_for_looser_bounds(first, problem), *_with_larger_batches(each.values(), problem)]
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)

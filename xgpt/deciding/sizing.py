@@ -145,7 +145,7 @@ def surest_first(
     best, judged = first.draft, _judge(first.draft, profile, load, wanted)
     others = [first.at_side] if unverified_shape(best) else []
     if judged.confidence < wanted and load.confidence(best, profile) != 0:
-        others += [draft.but(pinned=best.pinned) for draft in first.other_shapes]
+        others += first.other_shapes
     for other in others:
         if other is None or bool(unverified_shape(other)) > bool(unverified_shape(best)):
             continue
@@ -180,8 +180,7 @@ def of_verified_shape(
 
     drafts = [draft for draft in known if draft is not None and not unverified_shape(draft)]
     if not drafts or sure(drafts[0]) < wanted:
-        shapes = (draft.but(pinned=first.draft.pinned) for draft in first.other_shapes)
-        drafts += [draft for draft in shapes if not unverified_shape(draft)]
+        drafts += [draft for draft in first.other_shapes if not unverified_shape(draft)]
     return max(drafts, key=rank, default=None)
 
 

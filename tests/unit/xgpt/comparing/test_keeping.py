@@ -154,6 +154,9 @@ def test_the_verified_shape_that_holds_a_log_stands_beside_an_unverified_plan(mo
     problem = resolve(plan_request(model="llama-3.1-8b", cluster="h100x8", devices=4, ttft_s=2.0, latency_bound_s=None))
     found = next(iter(found_each(problem, "chunked").values()))
     higher, other = found.other_shapes[:2]
+    # what was asked stays with a shape that comes first, so that it is asked again when the server plans again
+    beside = [draft for draft in (found.at_side, higher, other) if draft is not None]
+    assert found.draft.pinned.policy == "chunked" and {draft.pinned.policy for draft in beside} == {"chunked"}
 
     class Load:
         rate_per_s = 1e-3
@@ -165,7 +168,9 @@ def test_the_verified_shape_that_holds_a_log_stands_beside_an_unverified_plan(mo
 
     assert verified([higher]).stages == other.stages  # type: ignore[union-attr]
     monkeypatch.setattr(sizing, "unverified_shape", lambda draft: "" if draft is higher else "pipelines")
-    assert verified([found.draft, None, higher]) is higher and verified([found.draft]) is None
+    assert verified([found.draft, None, higher]) is higher and verified([found.draft]) is higher
+    monkeypatch.setattr(sizing, "unverified_shape", lambda _: "pipelines")
+    assert verified([found.draft, None, higher]) is None
 
 
 def test_of_as_many_devices_the_surest_copies_are_offered() -> None:
@@ -259,7 +264,9 @@ def test_the_cheapest_verified_plan_is_searched_on_every_cluster(monkeypatch: py
     """
 
     def drawn(rate: float, *unverified: str) -> SimpleNamespace:
-        return SimpleNamespace(rate=rate, unverified=unverified, sure=0.95 if rate > 8 else 0.2)
+        draft = SimpleNamespace(rate=rate, unverified=unverified, sure=0.95 if rate > 8 else 0.2, pinned=None)
+        draft.but = lambda **_: draft
+        return draft
 
     of = {
         "b200x8": {3: (drawn(12, "pipelines"), drawn(7)), 4: (drawn(15, "pipelines"), drawn(14)), 8: (drawn(30),) * 2},
