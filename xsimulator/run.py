@@ -128,6 +128,24 @@ class Simulated:
                 found["goodput"] = self.times.goodput(self.plan.constraint)
         return found
 
+    def requests_csv(self) -> str:
+        """Return a replayed log's requests as CSV, in order of arrival, with their times and whether these are within
+        the plan's bounds.
+
+        Raises:
+            InputError: no log was replayed.
+        """
+        if self.load is None or self.times is None or self.load.requests.timestamp_s is None:
+            raise InputError("output", None, "only a replay of a trace has requests of its own: give `own_times`")
+        requests, times = self.load.requests, self.times
+        is_kept = times.excess(self.plan.constraint.all_bounds) <= 1
+        columns = (requests.timestamp_s, requests.input, requests.output, times.ttft_s, times.tpot_s, times.whole_s)
+        rows = map(
+            "{:.6f},{},{},{:.6f},{:.6f},{:.6f},{:d}".format,
+            *(np.asarray(column).tolist() for column in (*columns, is_kept)),
+        )
+        return "\n".join(("arrival_s,input_tokens,output_tokens,ttft_s,tpot_s,latency_s,is_kept", *rows, ""))
+
     def chrome_trace(self) -> str:
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
 

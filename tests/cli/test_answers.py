@@ -143,7 +143,13 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
     grown = json.loads(xgpt(*replay, "--rate", "x1.25").out)
     assert grown["throughput_rps"] == pytest.approx(1.25 * exact["throughput_rps"], rel=0.1)
     monkeypatch.setattr("xsimulator.replay.MANY_REQUESTS", 10)
-    counted = json.loads(xgpt(*replay, "--requests", "all").out)
+    counted = json.loads(xgpt(*replay, "--requests", "all", "-o", "requests.csv").out)
+    rows = Path("requests.csv").read_text().splitlines()
+    assert rows[0] == "arrival_s,input_tokens,output_tokens,ttft_s,tpot_s,latency_s,is_kept"
+    values = np.array([[float(value) for value in row.split(",")] for row in rows[1:]])
+    assert len(values) == counted["num_requests"] and values[:, 3].mean() == pytest.approx(counted["ttft_mean_s"])
+    assert values[:, 6].mean() == pytest.approx(counted["at_load"]["share_kept"])
+    assert (values[:, 5] >= values[:, 3]).all() and set(values[:, 1]) <= set(range(100, 150))
     assert counted.keys() == exact.keys() - {"itl_p99_s", "idle_share"}
     assert counted.pop("at_load") == exact["at_load"]
     assert counted == pytest.approx({name: exact[name] for name in counted}, rel=1e-6)
@@ -153,6 +159,7 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
         (["--since", "1000", "--own-times", "--workload", "hour.csv"], "its last request comes after"),
         (["--since", "60"], "it needs --own-times"),
         (["--requests", "all"], "it needs --own-times"),
+        (["-o", "requests.csv"], "it needs --own-times"),
         (["--rate", "x2"], "it needs --own-times"),
         (["--rate", "2"], "write a factor above 0, such as x2"),
         (["--requests", "many"], "a whole number of at least 1, or all"),

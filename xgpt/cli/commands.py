@@ -69,7 +69,7 @@ def profile() -> None:
 @click.option(
     "--timeline", metavar="FILE", help="Write the first replica's steps as a Chrome trace, which Perfetto opens."
 )
-@force_option
+@output_option("With --own-times: write each request's times, and whether they are within the bounds, as CSV.")
 @json_option
 def simulate() -> None:
     """Run a plan request by request on the simulated engine.
@@ -78,6 +78,7 @@ def simulate() -> None:
     Examples:
       xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --timeline timeline.json
       xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
+      xgpt simulate plan.json --workload log.csv --own-times -o requests.csv
       xgpt simulate plan.json --bench 'vllm bench serve --random-input-len 512 --num-prompts 640 --max-concurrency 64'
     """
 

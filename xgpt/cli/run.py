@@ -162,17 +162,26 @@ def profile(output: str | None, force: bool, as_json: bool, engine: str, import_
     render.show(render.table("all layers except attention", ["tokens", "ms", "tokens/s"], rows), *notes)
 
 
-def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def simulate(
+    plan_path: str, timeline: str | None, output: str | None, force: bool, as_json: bool, **asked: Any
+) -> None:
     file = None if timeline is None else output_file(timeline, "timeline")
+    requests = None if output is None else output_file(output)
+    if not asked["own_times"]:
+        refuse_idle(["output"], "it needs --own-times: only a replay of a trace has requests of its own")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, keep_steps=file is not None, **options.given())
     if isinstance(run, SimulatedSessions):
         if file is not None:
             raise InputError("--timeline", timeline, "sessions are simulated by counts, without steps: leave it out")
+        if requests is not None:
+            raise InputError("--output", output, "sessions are simulated by turns: leave it out")
         click.echo(dump_json(run.output), nl=False) if as_json else render.show(*render.sessions_tables(run.output))
         return
     if file is not None:
         write(file, run.chrome_trace())
+    if requests is not None:
+        write(requests, run.requests_csv())
     if run.load is not None:
         _tell_share(run.load, asked["since_s"])
     kept = None
@@ -184,6 +193,7 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
     else:
         if kept is not None:
             text = f"Your load{'' if kept.holds else ', too much for this plan'}: {phrases.load_in_words(kept)}."
+            text += f" {late}." if (late := phrases.late_in_words(kept, None)) else ""
             click.echo("\n".join([*phrases.wrapped(text), ""]))
         render.show(*render.simulated_tables(run))
         if not run.steps:

@@ -9,12 +9,14 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.errors import InputError
+from xgpt.core.schema.recommendation import LostSpan
 from xgpt.core.schema.workload import Histogram, Workload
 from xgpt.core.workload import TraceLengths, grown, workload_of_log
 
@@ -119,10 +121,12 @@ class KeptByWindow(NamedTuple):
         """Return whether the required share of requests keeps the bounds, of all requests and in each window. A window
         may miss it by what chance allows.
         """
+        return self.share >= quantile and not any(self.lost(quantile))
+
+    def lost(self, quantile: float) -> list[bool]:
+        """Return whether each window misses the required share by more than chance allows."""
         windows = zip(self.by_window, self.counts, strict=True)
-        return self.share >= quantile and all(
-            share >= least_kept(quantile, count) for share, count in windows if share is not None
-        )
+        return [share is not None and share < least_kept(quantile, count) for share, count in windows]
 
 
 def least_kept(quantile: float, count: Numbers) -> Numbers:
@@ -213,34 +217,41 @@ class LogLoad:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        times = self.requests.timestamp_s
-        if times is None or not self.seconds > 0:
+        times, edges = self.requests.timestamp_s, self._edges_s
+        if times is None or edges is None:
             return ()
-        length = (self.whole or self)._window_s
-        before_s = (self.since_s if self.requests.begin_s is None else self.requests.begin_s) % length
-        edges = np.arange(-before_s, self.seconds + length, length) + 0.0
-        if len(edges) > 2 and edges[-2] >= self.seconds:
-            edges = edges[:-1]
         places = np.searchsorted(times, edges[1:-1]).tolist()
         starts, ends = np.maximum(edges[:-1], 0.0), np.minimum(edges[1:], self.seconds)
         parts = zip(starts.tolist(), ends.tolist(), [0, *places], [*places, len(times)], strict=True)
         return tuple(
-            Window(self._named(edge, length), start, max(end - start, 1e-9), first, last)
-            for edge, (start, end, first, last) in zip(edges.tolist(), parts, strict=False)
+            Window(self._named(number), start, max(end - start, 1e-9), first, last)
+            for number, (start, end, first, last) in enumerate(parts)
         )
+
+    @cached_property
+    def _edges_s(self) -> NDArray[np.float64] | None:
+        if not self.seconds > 0:
+            return None
+        length = (self.whole or self)._window_s
+        before_s = (self.since_s if self.requests.begin_s is None else self.requests.begin_s) % length
+        edges = np.arange(-before_s, self.seconds + length, length) + 0.0
+        return edges[:-1] if len(edges) > 2 and edges[-2] >= self.seconds else edges
 
     @property
     def _window_s(self) -> float:
         mean_s = max(self.seconds / MOST_WINDOWS, LEAST_MEAN * self.seconds / len(self.requests.input))
         return next((each for each in WINDOWS_S if each >= mean_s), WINDOWS_S[-1])
 
-    def _named(self, edge_s: float, length: float) -> str:
+    def _named(self, window: int, count: int = 1) -> str:
+        """Return the time of so many windows in words."""
+        assert self._edges_s is not None
+        length = (self.whole or self)._window_s
+        start_s = float(self._edges_s[window])
+        end_s = start_s + count * length
         if self.requests.begin_s is None:
-            start_s = self.since_s + edge_s
-            return f"+{clock(start_s, length)} to +{clock(start_s + length, length)}"
+            return f"+{clock(self.since_s + start_s, length)} to +{clock(self.since_s + end_s, length)}"
         begin, end = (
-            datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC)
-            for at_s in (edge_s, edge_s + length)
+            datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC) for at_s in (start_s, end_s)
         )
         day = f"{begin:%b} {begin.day}, " if (self.whole or self).seconds > 86_400 else ""
         form = "%H:%M" if length >= 60 else "%H:%M:%S"
@@ -271,3 +282,16 @@ class LogLoad:
     def kept(self, is_kept: NDArray[np.bool_]) -> KeptByWindow:
         """See `kept_in`."""
         return kept_in(self.windows, is_kept)
+
+    def lost(self, kept: KeptByWindow, quantile: float) -> list[LostSpan]:
+        """Return when too few requests keep the bounds, by `kept`."""
+        found, place = list[LostSpan](), 0
+        for is_lost, group in groupby(kept.lost(quantile)):
+            number = len(list(group))
+            if is_lost:
+                part = slice(place, place + number)
+                shares, counts = kept.by_window[part], kept.counts[part]
+                late = sum(round((1 - (share or 0.0)) * count) for share, count in zip(shares, counts, strict=True))
+                found.append(LostSpan(window=self._named(place, number), num_requests=sum(counts), num_late=late))
+            place += number
+        return found

@@ -154,6 +154,8 @@ def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
         share_kept=kept.share,
         worst_window="" if kept.worst is None else kept.worst.name,
         worst_share_kept=kept.worst_share,
+        num_late=round((1 - kept.share) * len(log.requests.input)),
+        lost=tuple(log.lost(kept, quantile)),
         worst_input_ratio=longer and longer[0],
         worst_output_ratio=longer and longer[1],
         holds=holds,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections.abc import Callable
 
 from xgpt.core.numbers import LEVELS, level_of
 from xgpt.core.schema import Ranged
 from xgpt.core.schema.estimate import SessionEstimate
-from xgpt.core.schema.recommendation import AtLoad, BoundKept
+from xgpt.core.schema.recommendation import AtLoad, BoundKept, LostSpan
 
 WIDTH, MOST_LINES = 80, 15
 LONGER = 1.1
@@ -74,6 +75,34 @@ def kept_in_words(load: AtLoad, *, is_why_said: bool = True) -> str:
     window += ", which may be chance" if load.is_short_by_chance else ""
     parts += [] if least in (None, kept, "all") else [f"{least} in the worst window ({window})"]
     return ", ".join(parts)
+
+
+MOST_SPANS = 3
+
+
+def late_in_words(load: AtLoad, most: int | None = MOST_SPANS) -> str:
+    """Return how many requests of a log are late, and when, or "" if each window keeps enough.
+
+    Args:
+        most: number of times that are named, those with the most late requests. None means all.
+    """
+    if not load.lost or load.num_late is None:
+        return ""
+    said = _most_late(load, most, lambda each: f"{each.num_late:,} of {each.num_requests:,} from {each.window}")
+    return f"{load.num_late:,} requests are late: {said}"
+
+
+def when_lost(load: AtLoad) -> str:
+    """Return when a log is not held, as in " from 08:45 to 12:00 and 14:15 to 15:30", or "" if in no window."""
+    return f" from {_most_late(load, 2, lambda each: each.window)}" if load.lost else ""
+
+
+def _most_late(load: AtLoad, most: int | None, text: Callable[[LostSpan], str]) -> str:
+    worst = sorted(load.lost, key=lambda each: -each.num_late)[:most]
+    said = [text(each) for each in load.lost if each in worst]
+    if more := len(load.lost) - len(said):
+        said.append(f"{more} more time{'s' if more > 1 else ''}")
+    return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else said[0]
 
 
 def _longer(load: AtLoad) -> str:

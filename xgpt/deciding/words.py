@@ -13,11 +13,13 @@ from xgpt.core.schema.estimate import SessionEstimate
 from xgpt.core.schema.recommendation import AtLoad, BoundKept, OfferedCluster, Sized
 from xgpt.deciding.phrases import (
     MOST_LINES,
+    MOST_SPANS,
     WIDTH,
     bounds_in_words,
     in_sessions,
     in_words,
     kept_in_words,
+    late_in_words,
     likely_in_words,
     load_in_words,
     per_s,
@@ -25,6 +27,7 @@ from xgpt.deciding.phrases import (
     seconds,
     span,
     tenths,
+    when_lost,
     wrapped,
 )
 from xscheduler.objectives.sizing import LESS_SURE
@@ -97,9 +100,12 @@ def _sentences(
         is_brief: whether only one command is said, and not that what is lost is the best that was found.
     """
     best, load, keeps = found.best, found.best.at_load, found.action == "keep"
+    most_spans = None if most_clusters is None else MOST_SPANS
     if found.now is not None and found.now.at_load is not None:
         is_why_said = keeps or not is_brief
         yield NEEDED, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds, is_why_said=is_why_said)}."
+        if late := late_in_words(found.now.at_load, most_spans):
+            yield 5, f"{late}."
     would, lost = _would_hold(found), load is not None and not load.holds
     more = f"; {_would_hold(found, 'the plan below')}" if would and lost else ""
     if found.nearest:
@@ -139,6 +145,8 @@ def _sentences(
             whose="your own" if found.nearest else "the",
         )
         yield NEEDED, f"Your load: {said}."
+        if found.now is None and (late := late_in_words(load, most_spans)):
+            yield 5, f"{late}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
         yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
@@ -285,7 +293,7 @@ def _where_lost(load: AtLoad, bounds: tuple[BoundKept, ...]) -> str:
 
 def _kept_now(now: Offer, load: AtLoad, bounds: tuple[BoundKept, ...], *, is_why_said: bool) -> str:
     if kept := kept_in_words(load, is_why_said=is_why_said):
-        lost = f": it does not hold your load{_where_lost(load, bounds)}"
+        lost = f": it does not hold your load{when_lost(load) or _where_lost(load, bounds)}"
         return f"keeps the bounds for {kept}{'' if load.holds else lost}"
     rate = now.rate_per_s.value
     most = f"keeps the bounds {f'up to {per_s(rate, now.sessions)}' if rate else 'at no rate'}"

@@ -55,6 +55,17 @@ class BoundKept(Frozen):
     """The quantile of the bounded time at the user's load or, without one, at the highest rate. None: not known."""
 
 
+class LostSpan(Frozen):
+    """Successive windows of a log in each of which too few requests keep the bounds, beyond chance."""
+
+    window: str
+    """The time in words."""
+    num_requests: int
+    """Number of requests that arrive in it."""
+    num_late: int
+    """Number of these that miss a bound."""
+
+
 class AtLoad(Frozen):
     """What a candidate keeps at the user's own load."""
 
@@ -72,6 +83,10 @@ class AtLoad(Frozen):
     """The window in which the smallest share keeps the bounds."""
     worst_share_kept: float | None = None
     """The share of its requests that keep the bounds."""
+    num_late: int | None = Field(default=None, exclude_if=lambda found: found is None)
+    """Number of requests of the whole log that miss a bound, or None if not replayed."""
+    lost: tuple[LostSpan, ...] = Field(default=(), exclude_if=lambda found: not found)
+    """When too few requests keep the bounds, by time. Empty if all windows do, but for chance."""
     worst_input_ratio: float | None = Field(default=None, exclude_if=lambda found: found is None)
     """Mean input length of its requests, divided by the log's. A rate within the bounds is one of the log's lengths."""
     worst_output_ratio: float | None = Field(default=None, exclude_if=lambda found: found is None)

@@ -9,7 +9,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.load import Growth, KeptByWindow, LogLoad
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.load import of_log
-from xgpt.deciding.phrases import kept_in_words
+from xgpt.deciding.phrases import kept_in_words, late_in_words, when_lost
 
 
 def a_day(count: int = 20_000, begin_s: float | None = 1_772_582_400.0) -> TraceLengths:
@@ -53,6 +53,30 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert fewer.holds and "chance" not in kept_in_words(fewer)
     assert sum(share is not None for share in kept.by_window) >= 90
     assert load.kept(np.zeros(20_000, bool)).worst == load.busiest, "of equal windows, the night was worst"
+
+
+def test_it_is_said_when_a_log_is_lost() -> None:
+    load = LogLoad.of("day", a_day())
+    is_kept = np.ones(20_000, bool)
+    for first, last, late in ((40, 42, 200), (48, 49, 150), (60, 61, 130), (70, 71, 110)):
+        for window in load.windows[first:last]:
+            is_kept[window.first : window.first + late] = False
+    told = of_log(load, load.kept(is_kept), 0.9)
+    assert told.num_late == 790 and not told.holds
+    assert [(each.window, each.num_late) for each in told.lost] == [
+        ("10:00 to 10:30", 400),
+        ("12:00 to 12:15", 150),
+        ("15:00 to 15:15", 130),
+        ("17:30 to 17:45", 110),
+    ]
+    assert told.lost[0].num_requests == load.windows[41].end - load.windows[40].first
+    number = told.lost[0].num_requests
+    text = late_in_words(told)
+    assert text.startswith(f"790 requests are late: 400 of {number:,} from 10:00 to 10:30, 150 of ")
+    assert text.endswith(" and 1 more time") and "17:30" in late_in_words(told, None)
+    assert when_lost(told) == " from 10:00 to 10:30, 12:00 to 12:15 and 2 more times"
+    held = of_log(load, load.kept(np.ones(20_000, bool)), 0.9)
+    assert late_in_words(held) == when_lost(held) == ""
 
 
 def test_one_late_request_of_a_quiet_window_is_chance() -> None:
