@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     seconds, together = json.loads(SECONDS.read_text()), Counter[str]()
-    for file in {_file(item.nodeid) for item in here}:
+    for file in sorted({_file(item.nodeid) for item in here}):  # all processes must add alike
         together[_together(config, file)] += seconds.get(file, float("inf"))
 
     def place(item: pytest.Item) -> tuple[float, str, str]:

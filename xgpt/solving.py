@@ -21,7 +21,7 @@ from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
 from xgpt.deciding.fleets import with_confidence
-from xgpt.deciding.keeping import keeping_most, with_larger_batches
+from xgpt.deciding.keeping import in_larger_batches, keeping_most, with_larger_batches
 from xgpt.deciding.load import CarriedLoad, carried
 from xgpt.deciding.ranges import ranges_of
 from xgpt.deciding.recommend import own_first, recommend
@@ -248,15 +248,17 @@ def _found(
     other = resolved.beside or first.at_side
     judged = None if resolved.fewest is None else resolved.fewest.judged
     if load is not None and judged is None:
-        found, judged = surest_first(found, problem.profile, load, request.confidence)
+        found, judged = surest_first(found, problem, load, request.confidence)
         best = next(iter(found.values()))
         other = other if best is first else first.draft
         if unverified_shape(best.draft):
             drafts = best.draft, other
-            other = of_verified_shape(first, drafts, problem.profile, load, request.confidence) or other
+            other = of_verified_shape(first, drafts, problem, load, request.confidence) or other
     kind, best = next(iter(found.items()))
     if other is not None and resolved.beside_profile is None and comes_first(other, best.draft, problem.profile, load):
         found, other = found | {kind: replace(best, draft=other)}, best.draft
+    if load is not None and other is not None and resolved.beside_profile is None:
+        other = in_larger_batches(other, problem, load)
     is_unsure = judged is not None and judged.confidence < request.confidence
     shapes = next(iter(found.values())).other_shapes if is_unsure else []  # of which more replicas may do
     if asked not in (None, problem.constraint):

@@ -161,6 +161,11 @@ def clock(seconds: float, length: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}" + (f":{rest:02}" if length < 60 else "")
 
 
+def _date(at_s: float, *, day: bool, form: str) -> str:
+    moment = datetime.datetime.fromtimestamp(at_s, datetime.UTC)
+    return f"{f'{moment:%b} {moment.day}, ' if day else ''}{moment:{form}}"
+
+
 @dataclass(frozen=True, eq=False)
 class LogLoad:
     """A log's requests in windows. Without times, there are no windows.
@@ -250,29 +255,32 @@ class LogLoad:
         end_s = start_s + count * length
         if self.requests.begin_s is None:
             return f"+{clock(self.since_s + start_s, length)} to +{clock(self.since_s + end_s, length)}"
-        begin, end = (
-            datetime.datetime.fromtimestamp(self.requests.begin_s + at_s, datetime.UTC) for at_s in (start_s, end_s)
-        )
-        day = f"{begin:%b} {begin.day}, " if (self.whole or self).seconds > 86_400 else ""
-        form = "%H:%M" if length >= 60 else "%H:%M:%S"
-        return f"{day}{begin:{form}} to {end:{form}}"
+        day, form = (self.whole or self).seconds > 86_400, "%H:%M" if length >= 60 else "%H:%M:%S"
+        begin_s, end_s = self.requests.begin_s + start_s, self.requests.begin_s + end_s
+        return f"{_date(begin_s, day=day, form=form)} to {_date(end_s, day=False, form=form)}"
 
     @cached_property
     def busiest(self) -> Window | None:
         counted = _counted(self.windows)
         return max(counted, key=lambda window: window.rate_per_s) if counted else None
 
-    @property
-    def minute_per_s(self) -> float | None:
-        """The rate of the log's busiest minute times its growth, by which bursts within longer windows show. Copies
-        arrive within a minute of what they copy, which would flatten it.
+    @cached_property
+    def busiest_minute(self) -> tuple[float, str] | None:
+        """The rate of the log's busiest minute times its growth, by which bursts within longer windows show, and when
+        it begins. Copies arrive within a minute of what they copy, which would flatten it.
         """
-        times = self.log.timestamp_s
+        times, begin_s = self.log.timestamp_s, self.log.begin_s
         if times is None or self.busiest is None or self.busiest.seconds <= 60:
             return None
+        before_s = 0.0 if begin_s is None else begin_s % 60
         if self.whole is not None:
             times = times[(self.since_s <= times) & (times <= self.since_s + self.seconds + 1e-6)]
-        return self.growth.rate * float(np.bincount((times // 60).astype(int)).max()) / 60
+        counts = np.bincount(((times + before_s) // 60).astype(int))
+        minute = int(counts.argmax())
+        at_s = 60 * minute - before_s
+        day = self.log.timestamp_s is not None and float(self.log.timestamp_s[-1]) > 86_400
+        name = f"+{clock(at_s, 60)}" if begin_s is None else _date(begin_s + at_s, day=day, form="%H:%M")
+        return self.growth.rate * float(counts[minute]) / 60, name
 
     def longer_in(self, window: Window) -> tuple[float, float]:
         """Return the mean input and output lengths of a window's requests, divided by those of the whole load."""

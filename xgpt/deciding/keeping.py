@@ -6,7 +6,7 @@ for looser bounds, or with larger batches, keep less of a steady load, but more 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -30,6 +30,8 @@ LOOSER = (1.5, 2.0, None)
 """Factors on all bounds. None means no bounds."""
 LARGER = 1.5
 """Factor on batches that are tried beside those whose K/V fits 99.9% of the time."""
+MOST_LARGER = 3
+"""Most times that a batch is made larger for a log."""
 
 
 def keeping_most(
@@ -45,7 +47,9 @@ def keeping_most(
     given = [first.draft, *(() if beside is None else (beside,))]
     shapes = first.other_shapes  # that of the highest rate may keep least
     each = {(Placement.of(draft).degrees, draft.replicas, draft.policy): draft for draft in [*given, *shapes]}
-    tried = [*each.values(), *_for_looser_bounds(first, problem), *_with_larger_batches(each.values(), problem)]
+    tried = [*each.values(), *(in_larger_batches(draft, problem, load) for draft in each.values())]
+    if not any(holds(draft, problem, load) for draft in tried):
+        tried += _for_looser_bounds(first, problem)
     ranked = sorted(tried, key=lambda draft: (share_kept(draft, problem, load), rate_of(draft)), reverse=True)
     best, *rest = ranked
     shape = Placement.of(best).degrees, best.replicas
@@ -75,10 +79,29 @@ def with_larger_batches(found: dict[str, Found], problem: Problem) -> dict[str, 
 
 
 def _largest(draft: PlanDraft, problem: Problem) -> PlanDraft:
-    for larger in _with_larger_batches([draft], problem):
-        if rate_of(larger) > (1 + TOLERANCES.rate) * rate_of(draft):
-            return _largest(larger, problem)
+    while (larger := _with_larger_batch(draft, problem)) is not None:
+        larger = rated(larger, problem.profile)
+        if rate_of(larger) <= (1 + TOLERANCES.rate) * rate_of(draft):
+            break
+        draft = larger
     return draft
+
+
+def in_larger_batches(draft: PlanDraft, problem: Problem, load: CarriedLoad) -> PlanDraft:
+    """Return a schedule, if it does not hold a log, with the batches with which it keeps most of it."""
+    first = draft
+    for _ in range(MOST_LARGER):
+        larger = None if holds(draft, problem, load) else _with_larger_batch(draft, problem)
+        if larger is None or share_kept(larger, problem, load) <= share_kept(draft, problem, load):
+            break
+        draft = larger
+    return draft if draft is first else rated(draft, problem.profile)
+
+
+def holds(draft: PlanDraft, problem: Problem, load: CarriedLoad) -> bool:
+    """Return whether a schedule holds a log, as far as a replay tells."""
+    kept = load.kept(draft, problem.profile)
+    return kept is None or kept.holds(draft.constraint.quantile)
 
 
 def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
@@ -86,20 +109,22 @@ def share_kept(plan: PlanDraft, problem: Problem, load: CarriedLoad) -> float:
     return 0.0 if kept is None else kept.share
 
 
-def _with_larger_batches(drafts: Iterable[PlanDraft], problem: Problem) -> Iterator[PlanDraft]:
-    """Yield the schedules of an engine's own scheduler with larger batches, with which requests may be preempted. A
-    batch that the user has fixed stays.
+def _with_larger_batch(draft: PlanDraft, problem: Problem) -> PlanDraft | None:
+    """Return the schedule of an engine's own scheduler with a larger batch, with which requests may be preempted, or
+    None for another one. A batch that the user has fixed stays.
     """
-    search, engine = scheduler(problem), problem.engine
-    for draft in () if "max_batch" in problem.fixed else drafts:
-        policy: Any = draft.policy
-        if engine is None or not engine.admits_by_use or not hasattr(policy, "most_running"):
-            continue
-        settings = policy.but(max_batch=ceil(LARGER * policy.max_batch))
-        larger: PlanDraft = search.score(settings, Placement.of(draft), admits_by_use=True)
-        larger = larger.but(constraint=draft.constraint, pinned=draft.pinned)
-        larger = larger.but(admission=larger.admission.but(max_running=None))
-        yield rated(larger.with_estimate(capacity=None), problem.profile)
+    policy: Any = draft.policy
+    engine = problem.engine
+    is_own = engine is not None and engine.admits_by_use and hasattr(policy, "most_running")
+    if not is_own or "max_batch" in problem.fixed or draft.estimate.reuse is not None:
+        return None
+    settings = policy.but(max_batch=ceil(LARGER * policy.max_batch))
+    settings = settings.but(max_batch=int(settings.most_running))  # no more than a step's tokens
+    if settings.max_batch <= policy.max_batch:
+        return None
+    larger: PlanDraft = scheduler(problem).score(settings, Placement.of(draft), admits_by_use=True)
+    larger = larger.but(constraint=draft.constraint, pinned=draft.pinned, search=draft.search)
+    return larger.but(admission=larger.admission.but(max_running=None)).with_estimate(capacity=None)
 
 
 def _for_looser_bounds(first: Found, problem: Problem) -> Iterator[PlanDraft]:

@@ -144,12 +144,13 @@ def at_load(plan: Plan, profile: Profile, load: CarriedLoad) -> AtLoad:
 
 def of_log(log: LogLoad, kept: KeptByWindow, quantile: float) -> AtLoad:
     """Return what a replay of a log kept."""
-    busiest, holds = log.busiest, kept.holds(quantile)
+    busiest, minute, holds = log.busiest, log.busiest_minute, kept.holds(quantile)
     longer = None if holds or kept.worst is None else log.longer_in(kept.worst)
     return AtLoad(
         rate_per_s=1.0 if busiest is None else busiest.rate_per_s,
         window="" if busiest is None else busiest.name,
-        minute_per_s=log.minute_per_s,
+        minute_per_s=minute and minute[0],
+        minute=minute[1] if minute else "",
         num_requests=len(log.requests.input),
         share_kept=kept.share,
         worst_window="" if kept.worst is None else kept.worst.name,

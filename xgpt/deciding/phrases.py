@@ -51,7 +51,7 @@ def load_in_words(
     text = f"{load.rate_per_s:.3g}/s" if sessions is None else per_s(load.rate_per_s, sessions)
     text += f" at its busiest ({load.window})" if load.window else ""
     if (is_lost or not load.holds) and load.minute_per_s is not None and not _longer(load):
-        text += f", {load.minute_per_s:.3g}/s for a minute"
+        text += f", {load.minute_per_s:.3g}/s for a minute{f' ({load.minute})' if load.minute else ''}"
     if load.confidence is not None and load.holds:
         less = f" ({100 * wanted:g}% wanted)" if wanted is not None and load.confidence < wanted else ""
         text += f", held in {tenths(load.confidence)}{less}"

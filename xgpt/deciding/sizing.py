@@ -11,6 +11,7 @@ from xgpt.core.numbers import level_of, rounded_down
 from xgpt.core.progress import Progress
 from xgpt.core.schema import PlanDraft, Profile
 from xgpt.core.schema.plan import rate_of
+from xgpt.deciding.keeping import in_larger_batches, share_kept
 from xgpt.deciding.load import CarriedLoad
 from xgpt.deciding.phrases import tenths
 from xgpt.deciding.recommend import own_first
@@ -19,6 +20,9 @@ from xscheduler.found import Found
 from xscheduler.objectives.reusing import FindEach
 from xscheduler.objectives.sizing import Judged, fewest_devices
 from xscheduler.problem import Problem
+
+NEAR = 0.85
+"""Share of a log that a schedule must keep to be tried with larger batches, which keep up to a tenth more."""
 
 
 class Sizing:
@@ -46,7 +50,7 @@ class Sizing:
         too_few, self._too_few = self._too_few, max(self._too_few, number)
         found = own_first(self._find(replace(self.problem, max_devices=number)))
         first = next(iter(found.values()))
-        found, judged = surest_first(found, self.problem.profile, self._load, self._wanted)
+        found, judged = surest_first(found, self.problem, self._load, self._wanted)
         self._found[number] = found, first
         if judged.confidence >= self._wanted:
             self._too_few = too_few
@@ -88,7 +92,7 @@ class Sizing:
 
     def _verified_shape(self, number: int) -> PlanDraft | None:
         first = self._found[number][1]
-        return of_verified_shape(first, self._both(number), self.problem.profile, self._load, self._wanted)
+        return of_verified_shape(first, self._both(number), self.problem, self._load, self._wanted)
 
     def _judge_verified(self, number: int) -> Judged:
         if number not in self._found and number > self._too_few:
@@ -129,39 +133,53 @@ def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float)
         return Judged(0.0, why, kept_per_s=rate)
     if (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
         worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
-        why = f"the plan of the highest rate keeps the bounds for only {kept.share:.1%} of the log's requests{worst}"
+        why = f"the best plan found keeps the bounds for only {kept.share:.1%} of the log's requests{worst}"
         return Judged(0.0, why, kept_per_s=rate)
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
 
 def surest_first(
-    found: dict[str, Found], profile: Profile, load: CarriedLoad, wanted: float
+    found: dict[str, Found], problem: Problem, load: CarriedLoad, wanted: float
 ) -> tuple[dict[str, Found], Judged]:
     """Return the schedules and the judgement of the first one. A schedule of another shape comes first if it holds the
     load more surely, up to what is wanted, or as surely if measurements verify only its placement. None that they do
-    not verify comes before one that they do.
+    not verify comes before one that they do. If none holds a log, each is tried with larger batches.
     """
+    profile = problem.profile
     kind, first = next(iter(found.items()))
     best, judged = first.draft, _judge(first.draft, profile, load, wanted)
+
+    def try_also(others: Iterable[PlanDraft | None]) -> None:
+        nonlocal best, judged
+        for other in others:
+            if other is None or bool(unverified_shape(other)) > bool(unverified_shape(best)):
+                continue
+            is_known = bool(unverified_shape(best)) and not unverified_shape(other)
+            least = _level(judged.confidence, wanted), -int(is_known)
+            if (_level(load.confidence(other, profile), wanted), 0) > least:  # a replay takes longer
+                also = _judge(other, profile, load, wanted)
+                if also.confidence and (_level(also.confidence, wanted), 0) > least:
+                    best, judged = other, also
+
+    is_near = load.confidence(best, profile) != 0
     others = [first.at_side] if unverified_shape(best) else []
-    if judged.confidence < wanted and load.confidence(best, profile) != 0:
-        others += first.other_shapes
-    for other in others:
-        if other is None or bool(unverified_shape(other)) > bool(unverified_shape(best)):
-            continue
-        is_known = bool(unverified_shape(best)) and not unverified_shape(other)
-        least = _level(judged.confidence, wanted), -int(is_known)
-        if (_level(load.confidence(other, profile), wanted), 0) > least:  # a replay takes longer
-            also = _judge(other, profile, load, wanted)
-            if also.confidence and (_level(also.confidence, wanted), 0) > least:
-                best, judged = other, also
+    others += first.other_shapes if judged.confidence < wanted and is_near else []
+    try_also(others)
+    if not judged.confidence and is_near:
+        tried = [first.draft, *(each for each in others if each is not None)]
+        near = (draft for draft in tried if share_kept(draft, problem, load) >= NEAR)
+        larger = [in_larger_batches(draft, problem, load) for draft in near]
+        try_also(larger)
+        if not judged.confidence:
+            most = max((*tried, *larger), key=lambda draft: share_kept(draft, problem, load))
+            judged = judged._replace(why_not=_judge(most, profile, load, wanted).why_not)
     if best is first.draft:
         return found, judged
     return found | {kind: replace(first, draft=best)}, judged
 
 
 def of_verified_shape(
-    first: Found, known: Iterable[PlanDraft | None], profile: Profile, load: CarriedLoad, wanted: float
+    first: Found, known: Iterable[PlanDraft | None], problem: Problem, load: CarriedLoad, wanted: float
 ) -> PlanDraft | None:
     """Return the schedule that holds a load most surely or else keeps most of it, of those whose placement measurements
     verify.
@@ -170,6 +188,8 @@ def of_verified_shape(
         known: schedules that have been found. Unless the first of them that is verified holds the load as surely as
             wanted, the best one of each further shape is searched.
     """
+
+    profile = problem.profile
 
     def sure(draft: PlanDraft) -> float:
         return _level(_judge(draft, profile, load, wanted).confidence, wanted)
@@ -181,6 +201,8 @@ def of_verified_shape(
     drafts = [draft for draft in known if draft is not None and not unverified_shape(draft)]
     if not drafts or sure(drafts[0]) < wanted:
         drafts += [draft for draft in first.other_shapes if not unverified_shape(draft)]
+    if drafts and not any(map(sure, drafts)):
+        drafts = [in_larger_batches(draft, problem, load) for draft in drafts]
     return max(drafts, key=rank, default=None)
 
 

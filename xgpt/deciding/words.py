@@ -105,7 +105,7 @@ def _sentences(
         is_why_said = keeps or not is_brief
         yield NEEDED, f"Yours {_kept_now(found.now, found.now.at_load, found.bounds, is_why_said=is_why_said)}."
         if late := late_in_words(found.now.at_load, most_spans):
-            yield 5, f"{late}."
+            yield 2, f"{late}."
     would, lost = _would_hold(found), load is not None and not load.holds
     more = f"; {_would_hold(found, 'the plan below')}" if would and lost else ""
     if found.nearest:
@@ -146,7 +146,7 @@ def _sentences(
         )
         yield NEEDED, f"Your load: {said}."
         if found.now is None and (late := late_in_words(load, most_spans)):
-            yield 5, f"{late}."
+            yield 2, f"{late}."
     if found.alone_share is not None and load is not None and not load.holds and not would:
         alone = percent(found.alone_share)
         yield ALWAYS, f"No number of copies would hold it: where no request waits, {alone} keep the bounds."
@@ -163,7 +163,8 @@ def _sentences(
         yield 8 if is_unsure else 7, f"{what}: {_sizes(found.sizes)}."
     if found.gain is not None and found.gain.then > 0 and not _is_alike(found):
         by_share = lost and load is not None and load.share_kept is not None  # rates then decide nothing
-        yield (5 if by_share else SPARED), f"{gain_in_words(found)}."
+        is_lower = found.action == "change" and found.gain.factor is not None and found.gain.factor.value < 1
+        yield (ALWAYS if is_lower else 5 if by_share else SPARED), f"{gain_in_words(found)}."
     if load is not None and load.holds and would:
         yield ALWAYS, f"{would[0].upper()}{would[1:].replace(' would', ' would hold it', 1)}."
     elif is_unsure:
@@ -392,7 +393,10 @@ def _runner_up(found: Recommendation, offer: Offer, *, is_brief: bool) -> str:
     gain, load = found.runner_up_gain, offer.at_load
     if offer.num_devices != found.best.num_devices:
         offer = offer.but(cluster=offer.cluster or next((each.name for each in found.clusters if not each.why_not), ""))
-    text = f"{start}: {_in_short(offer, found.best)}".removesuffix(":")
+    short = _in_short(offer, found.best)
+    if load is not None and not load.holds and load.share_kept is not None:  # then what it keeps decides, no rate
+        short = short.rpartition(":")[0]
+    text = f"{start}: {short.removesuffix(':')}"
     if (
         not is_brief
         and gain is not None
@@ -570,6 +574,8 @@ def gain_in_words(found: Recommendation) -> str:
         is_less = is_lost or (gain.factor is not None and gain.factor.value < 1)  # what is kept of a log decides
         which = "The best other plan" if is_less else "The best plan"
         start = f"{which}, {_in_short(other, found.best).rpartition(':')[0]}{_not_verified(other.unverified)}"
+        if is_lost:
+            start += _beside_load(other.at_load, found.bounds)
     if gain.factor is None:
         margin = f" with {100 * found.headroom:.3g}% to spare" if found.headroom and found.bounds else ""
         return f"{start}: {gain.then:.3g} {gain.unit}, where what runs now keeps the bounds at no rate{margin}"

@@ -75,6 +75,8 @@ class AtLoad(Frozen):
     """The busiest window of the log, in words. Empty means that the user stated the rate."""
     minute_per_s: float | None = None
     """Requests a second of the log's busiest minute, if its windows are longer. None: not known."""
+    minute: str = Field(default="", exclude_if=lambda name: not name)
+    """When this minute begins, in words."""
     num_requests: int | None = None
     """Number of requests in the log, or None without a log."""
     share_kept: float | None = None

@@ -55,6 +55,19 @@ def test_a_verdict_is_on_the_worst_window() -> None:
     assert load.kept(np.zeros(20_000, bool)).worst == load.busiest, "of equal windows, the night was worst"
 
 
+def test_the_busiest_minute_is_one_of_the_clock_and_named() -> None:
+    """A log that begins a second after midnight had 655 requests in its busiest minute, where the clock's has 660; the
+    minute was said beside a quarter in which it is not.
+    """
+    times = np.concatenate([np.arange(0.0, 86_400, 20), 51_300 - 1.5 + np.arange(60)])
+    times = np.sort(times)
+    log = TraceLengths(np.full(len(times), 100), np.full(len(times), 10), times, None, 1_772_582_400.0 + 1.5)
+    minute = LogLoad.of("day", log).busiest_minute
+    assert minute is not None and minute[0] == pytest.approx((60 + 3) / 60) and minute[1] == "14:15"
+    relative = LogLoad.of("day", log._replace(begin_s=None)).busiest_minute
+    assert relative is not None and relative[1] == "+14:15" and relative[0] <= minute[0]
+
+
 def test_it_is_said_when_a_log_is_lost() -> None:
     load = LogLoad.of("day", a_day())
     is_kept = np.ones(20_000, bool)
@@ -102,7 +115,9 @@ def test_a_load_grows_at_the_same_time_of_day(rate: float, outputs: float) -> No
     assert grown.requests.output.mean() == pytest.approx(outputs * log.requests.output.mean(), rel=0.03)
     for before, after in zip(log.windows, grown.windows, strict=True):
         assert after.num_requests == pytest.approx(rate * before.num_requests, abs=6 * (before.num_requests + 4) ** 0.5)
-    assert grown.minute_per_s == pytest.approx(rate * (log.minute_per_s or 0)), "9.183 a second doubled was 18"
+    assert grown.busiest_minute is not None and log.busiest_minute is not None
+    assert grown.busiest_minute[0] == pytest.approx(rate * log.busiest_minute[0]), "9.183 a second doubled was 18"
+    assert grown.busiest_minute[1] == log.busiest_minute[1]
     times = grown.requests.timestamp_s
     assert times is not None and (np.diff(times) >= 0).all()
     if rate == 2:  # a copy is another user's request: it does not come at the same moment
@@ -138,8 +153,12 @@ def test_a_part_of_a_log_is_judged_by_the_windows_of_the_whole(begin_s: float | 
     assert part.kept(is_kept[first.first : last.end]).by_window == tuple(shares[name] for name in hour)
     for window in part.windows:
         assert part.longer_in(window) == day.longer_in(hour[window.name])
-    assert (part.minute_per_s or 0) < 1.5 * (part.busiest or first).rate_per_s, "a minute of another hour"
+    assert part.busiest_minute is not None and part.busiest_minute[0] < 1.5 * (part.busiest or first).rate_per_s, (
+        "a minute of another hour"
+    )
     within = part.part(part.seconds / 8, 100)
     assert [window.name for window in within.windows] == [first.name], "too few requests for shorter windows"
     grown = LogLoad.of("day", a_day(begin_s=begin_s), Growth(2.0)).part(first.start_s)
-    assert grown.minute_per_s == 2 * (day.part(first.start_s).minute_per_s or 0)
+    apart = day.part(first.start_s)
+    assert grown.busiest_minute is not None and apart.busiest_minute is not None
+    assert grown.busiest_minute[0] == 2 * apart.busiest_minute[0]
