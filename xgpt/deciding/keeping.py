@@ -46,7 +46,7 @@ def keeping_most(
         return found, beside, ()
     given = [first.draft, *(() if beside is None else (beside,))]
     shapes = first.other_shapes  # that of the highest rate may keep least
-    each = {(Placement.of(draft).degrees, draft.replicas, draft.policy): draft for draft in [*given, *shapes]}
+    each = {_settings(draft): draft for draft in [*given, *shapes]}
     tried = [*each.values(), *(in_larger_batches(draft, problem, load) for draft in each.values())]
     if not any(holds(draft, problem, load) for draft in tried):
         tried += _for_looser_bounds(first, problem)
@@ -60,7 +60,12 @@ def keeping_most(
         kind = kind if best.policy.kind == first.draft.policy.kind else best.policy.kind
         found = {kind: Found(best, first.ceiling), **{name: one for name, one in found.items() if name != kind}}
     other = next(iter(others), None)
-    return found, other, tuple(draft for draft in given if draft is not best and draft is not other)
+    chosen = [_settings(draft) for draft in (best, other) if draft is not None]
+    return found, other, tuple(draft for draft in given if _settings(draft) not in chosen)
+
+
+def _settings(draft: PlanDraft) -> tuple[object, ...]:
+    return Placement.of(draft).degrees, draft.replicas, draft.policy, draft.admission
 
 
 def with_larger_batches(found: dict[str, Found], problem: Problem) -> dict[str, Found]:
