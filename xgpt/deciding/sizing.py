@@ -133,7 +133,8 @@ def _judge(draft: PlanDraft, profile: Profile, load: CarriedLoad, wanted: float)
         return Judged(0.0, why, kept_per_s=rate)
     if (kept := load.kept(draft, profile)) and not kept.holds(draft.constraint.quantile):
         worst = "" if kept.worst is None else f", {kept.worst_share:.1%} of those in its worst window"
-        why = f"the best plan found keeps the bounds for only {kept.share:.1%} of the log's requests{worst}"
+        only = f"only {kept.share:.1%} of the log's requests{worst}"
+        why = f"of the plans of the highest rates, the best keeps the bounds for {only}"
         return Judged(0.0, why, kept_per_s=rate)
     return Judged(likely, "" if likely >= wanted else f"they sustain the load in {tenths(likely)}")
 
