@@ -255,9 +255,13 @@ class LogLoad:
         end_s = start_s + count * length
         if self.requests.begin_s is None:
             return f"+{clock(self.since_s + start_s, length)} to +{clock(self.since_s + end_s, length)}"
-        day, form = (self.whole or self).seconds > 86_400, "%H:%M" if length >= 60 else "%H:%M:%S"
+        form = "%H:%M" if length >= 60 else "%H:%M:%S"
         begin_s, end_s = self.requests.begin_s + start_s, self.requests.begin_s + end_s
-        return f"{_date(begin_s, day=day, form=form)} to {_date(end_s, day=False, form=form)}"
+        return f"{_date(begin_s, day=self._is_long, form=form)} to {_date(end_s, day=False, form=form)}"
+
+    @property
+    def _is_long(self) -> bool:
+        return (self.whole or self).seconds > 86_400
 
     @cached_property
     def busiest(self) -> Window | None:
@@ -278,8 +282,7 @@ class LogLoad:
         counts = np.bincount(((times + before_s) // 60).astype(int))
         minute = int(counts.argmax())
         at_s = 60 * minute - before_s
-        day = self.log.timestamp_s is not None and float(self.log.timestamp_s[-1]) > 86_400
-        name = f"+{clock(at_s, 60)}" if begin_s is None else _date(begin_s + at_s, day=day, form="%H:%M")
+        name = f"+{clock(at_s, 60)}" if begin_s is None else _date(begin_s + at_s, day=self._is_long, form="%H:%M")
         return self.growth.rate * float(counts[minute]) / 60, name
 
     def longer_in(self, window: Window) -> tuple[float, float]:

@@ -162,9 +162,9 @@ def surest_first(
                 if also.confidence and (_level(also.confidence, wanted), 0) > least:
                     best, judged = other, also
 
-    is_near = load.confidence(best, profile) != 0
+    is_near = judged.confidence < wanted and load.confidence(best, profile) != 0
     others = [first.at_side] if unverified_shape(best) else []
-    others += first.other_shapes if judged.confidence < wanted and is_near else []
+    others += first.other_shapes if is_near else []
     try_also(others)
     if not judged.confidence and is_near:
         tried = [first.draft, *(each for each in others if each is not None)]
@@ -189,7 +189,6 @@ def of_verified_shape(
         known: schedules that have been found. Unless the first of them that is verified holds the load as surely as
             wanted, the best one of each further shape is searched.
     """
-
     profile = problem.profile
 
     def sure(draft: PlanDraft) -> float:

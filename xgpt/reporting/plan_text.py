@@ -139,11 +139,8 @@ def ranges_in_words(plan: Plan) -> list[str]:
         if name in ranges and (name in rows or not rows)
     ]
     where = "" if rows else " on this machine"
-    return (
-        [f"likely ranges{where}, which hold in nine of ten cases (19 of 20 are above the low end): {'; '.join(parts)}"]
-        if parts
-        else []
-    )
+    held = "which hold in nine of ten cases (19 of 20 are above the low end)"
+    return [f"likely ranges{where}, {held}: {'; '.join(parts)}"] if parts else []
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
